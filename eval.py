@@ -1,0 +1,208 @@
+"""Print the test accuracy of a checkpoint that train.py saved.
+
+    python eval.py -c ./ckpt-fp32 -e 80        # the checkpoint of epoch 80
+    python eval.py -c ./ckpt-fp32 -e latest    # the newest one
+
+It needs torch and torchvision, one device (the GPU if there is one, else the CPU), and CIFAR-10 in $DATA
+(default ./data; downloaded if it is not there). It also owns what training and evaluation must agree on: the data,
+the model, how correct answers are counted, and the line that reports them. train.py imports them from here.
+"""
+
+import argparse
+import fcntl
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.datasets import CIFAR10
+from torchvision.models import resnet18
+
+NUM_CLASSES = 10
+
+
+class UserError(Exception):
+    """What only the user can mend. Its one line says what is wrong and what to do; the script then exits with 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------- the data
+
+
+def data_root() -> Path:
+    """The folder that holds CIFAR-10: $DATA, or ./data."""
+    return Path(os.environ.get("DATA") or "./data")
+
+
+def fetch_data() -> None:
+    """Download, check and unpack CIFAR-10 into `data_root()`, unless it is there already.
+
+    Processes that share the folder take turns, so that one downloads and the others find the data in place.
+
+    Raises:
+        UserError: it is not there and cannot be had. An archive that was cut short is never used: its checksum fails,
+            and the next call downloads it again.
+    """
+    root = data_root()
+    try:
+        CIFAR10(root, train=False)
+        return
+    except RuntimeError:  # torchvision's answer when a file is missing or its checksum is wrong
+        pass
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / ".cifar10.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            CIFAR10(root, train=False, download=True)
+    except Exception as error:  # URLError, a checksum RuntimeError, OSError, EOFError and tarfile's own
+        archive = root / CIFAR10.filename
+        found = f"{archive} is incomplete or damaged" if archive.exists() else f"no CIFAR-10 in {root.resolve()}"
+        raise UserError(
+            f"{found}, and downloading {CIFAR10.url} failed ({error}). Put {CIFAR10.filename} or the folder "
+            f"{CIFAR10.base_folder} there, point $DATA to where they are, or use --synthetic"
+        ) from error
+
+
+def load_data(train: bool, synthetic: bool) -> tuple[Tensor, Tensor]:
+    """Read one split of CIFAR-10, or of the synthetic stand-in, which `fetch_data` has put in place.
+
+    Returns:
+        images: uint8, (N, 3, 32, 32), on the CPU
+        labels: int64, (N,)
+    """
+    if synthetic:
+        return synthetic_data(train)
+    split = CIFAR10(data_root(), train=train)
+    return torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets)
+
+
+def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
+    """Ten classes that a few dozen steps can learn, in CIFAR-10's shape: 4,000 images to train on, 1,000 to test.
+
+    A class is a smooth random pattern, the same when mirrored (training flips images); an image is its class's pattern
+    with much noise. The same numbers on every machine and in every run. Returns what `load_data` returns.
+    """
+    corners = torch.rand(NUM_CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(corners + corners.flip(-1), size=(32, 32), mode="bilinear")
+    generator = torch.Generator().manual_seed(1 if train else 2)
+    labels = torch.randint(NUM_CLASSES, (4000 if train else 1000,), generator=generator)
+    noise = torch.randn(len(labels), 3, 32, 32, generator=generator)
+    return (127.5 * patterns[labels] + 60 * noise).clamp(0, 255).to(torch.uint8), labels
+
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+
+def build_model() -> nn.Module:
+    """torchvision's ResNet-18 for ten classes, randomly initialized: (N, 3, 32, 32) in 0..1 -> (N, 10) logits."""
+    return resnet18(num_classes=NUM_CLASSES)
+
+
+def saved_epochs(folder: Path, part: str = "model") -> list[int]:
+    """The epochs whose `{part}_{epoch}.pth` is in `folder`, in ascending order."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"{part}_(\d+)\.pth", name)))
+
+
+def read_file(path: Path) -> dict:
+    """Read a checkpoint file, running none of the code that a pickle may carry.
+
+    Raises:
+        UserError: it is truncated, or no checkpoint file at all
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # OSError, EOFError, UnpicklingError, RuntimeError: each kind of damage has its own
+        raise UserError(f"{path} cannot be read: it is truncated, or not a checkpoint of this example") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a checkpoint of this example: it holds a {type(content).__name__}")
+    return content
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Read a `model_{epoch}.pth` and check that it fits `build_model()`.
+
+    Raises:
+        UserError: it cannot be read, or it is of another model
+    """
+    state = read_file(path)
+    with torch.device("meta"):
+        expected = build_model().state_dict()
+    fits = state.keys() == expected.keys() and all(
+        isinstance(state[name], Tensor) and state[name].shape == expected[name].shape for name in expected
+    )
+    if not fits:
+        raise UserError(f"{path} is a checkpoint of another model than ResNet-18 with {NUM_CLASSES} classes")
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------ the accuracy
+
+
+def to_float(images: Tensor) -> Tensor:
+    """uint8 images in 0..255 -> float32 in 0..1, as torchvision's ToTensor does."""
+    return images.float().div_(255)
+
+
+@torch.no_grad()
+def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, device: torch.device) -> int:
+    """How many of `images` (uint8, (N, 3, 32, 32)) a ResNet-18 with the weights `state` classifies as `labels` (N,)."""
+    model = build_model().to(device).eval()
+    model.load_state_dict(state)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for batch, answers in zip(images.split(1000), labels.split(1000)):
+        predicted = model(to_float(batch.to(device))).argmax(dim=1)
+        correct += (predicted == answers.to(device)).sum()
+    return int(correct)
+
+
+def accuracy_line(correct: int, total: int) -> str:
+    return f"Accuracy of the model on the test images: {100 * correct / total:.2f} %"
+
+
+# -------------------------------------------------------------------------------------------------------- the script
+
+
+def epoch_or_latest(text: str) -> int | str:
+    """argparse type: a number of epochs, or the word `latest`."""
+    return text if text == "latest" else int(text)
+
+
+def raise_user_error(message: str) -> NoReturn:
+    """For `parser.error`: argparse itself would add its usage, and under a launcher every process would print both."""
+    raise UserError(message)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Print the test accuracy of a checkpoint that train.py saved.")
+    parser.error = raise_user_error
+    parser.add_argument("-e", "--epoch", type=epoch_or_latest, default=80, help="epoch number, or 'latest' (80)")
+    parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="its folder (./checkpoint)")
+    parser.add_argument("--synthetic", action="store_true", help="on the generated set that --synthetic trains on")
+    return parser
+
+
+def main() -> None:
+    args = get_args_parser().parse_args()
+    saved = saved_epochs(args.checkpoint)
+    epoch = saved[-1] if args.epoch == "latest" and saved else args.epoch
+    if epoch not in saved:
+        there = f"epochs {', '.join(map(str, saved))}" if saved else "no epoch"
+        raise UserError(f"no checkpoint of epoch {epoch} in {args.checkpoint}: it holds {there}; see -c and -e")
+    state = read_model(args.checkpoint / f"model_{epoch}.pth")
+    if not args.synthetic:
+        fetch_data()
+    images, labels = load_data(train=False, synthetic=args.synthetic)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(accuracy_line(count_correct(state, images, labels, device), len(labels)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"eval.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

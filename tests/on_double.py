@@ -1,0 +1,97 @@
+"""Run train.py's GPU-only plugins on the CPU: `torchrun … tests/on_double.py ARGUMENTS OF train.py`.
+
+The accelerator, HybridAdam's kernel and the few calls that torch has for GPUs only get stand-ins, through ColossalAI's
+own extension points where it has them. What runs on top is the library and train.py as they are, so this shows their
+logic (who saves what, what a resumed run continues with), never speed or a GPU's rounding.
+"""
+
+import contextlib
+import functools
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from colossalai.accelerator import set_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.booster import plugin as plugins
+from colossalai.kernel.kernel_loader import CPUAdamLoader
+
+
+class StreamStandIn:
+    """Everything is done when it is called, so there is nothing to wait for."""
+
+    def wait_stream(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class AcceleratorStandIn(CpuAccelerator):
+    """The CPU under the name that low_level_zero and gemini insist on."""
+
+    def __init__(self):
+        super().__init__()
+        self._name = "cuda"
+
+    def device_count(self):
+        return 8
+
+    def Stream(self, *args, **kwargs):
+        return StreamStandIn()
+
+    def current_stream(self, *args):
+        return StreamStandIn()
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def synchronize(self, *args):
+        pass
+
+    def autocast(self, enabled=True, dtype=torch.bfloat16, cache_enabled=True):
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class AdamStandIn:
+    """The interface of HybridAdam's CPU kernel, on torch's own AdamW (weight decay is 0 here, so Adam is AdamW)."""
+
+    def __init__(self, lr, beta1, beta2, eps, weight_decay, adamw_mode):
+        assert weight_decay == 0
+
+    def step(self, step, lr, beta1, beta2, eps, weight_decay, bias_correction, param, grad, mean, square, div_scale):
+        grad = grad.float() / div_scale if div_scale > 0 else grad.float()
+        torch.optim._functional.adamw(
+            [param], [grad], [mean], [square], [], [torch.tensor(step - 1.0)], foreach=False, amsgrad=False,
+            beta1=beta1, beta2=beta2, lr=lr, weight_decay=0.0, eps=eps, maximize=False,
+        )  # fmt: skip
+
+
+class KernelStandIn:
+    name, priority = "cpu_adam_stand_in", 1
+
+    def is_available(self):
+        return True
+
+    def assert_compatible(self):
+        pass
+
+    def load(self):
+        return type("module", (), {"CPUAdamOptimizer": AdamStandIn})
+
+
+def install() -> None:
+    set_accelerator(AcceleratorStandIn())
+    CPUAdamLoader.register_extension(KernelStandIn)
+    # it overlaps communication by marking tensors as used on another CUDA stream
+    plugins.LowLevelZeroPlugin = functools.partial(plugins.LowLevelZeroPlugin, overlap_communication=False)
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
+    torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
+
+
+if __name__ == "__main__":
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
