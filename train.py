@@ -14,15 +14,20 @@ resume, epochs (train, step the scheduler, evaluate, save), accuracy, gate. `mai
 """
 
 import argparse
+import copy
+import gc
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -119,8 +125,10 @@ def check_args(args: argparse.Namespace) -> None:
 def launch(seed: int) -> DistCoordinator:
     """Join the processes that the launcher started, or be the only one where there is no launcher."""
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ.update(alone)  # port 0: any free one
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
     colossalai.launch_from_torch(seed=seed, verbose=False)
     torch.backends.cudnn.deterministic = True  # or a resumed run would not repeat the uninterrupted one
     return DistCoordinator()
@@ -249,6 +257,17 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
 # ------------------------------------------------------------------------------------------------------------- boost
 
 
+@dataclass
+class Boosted:
+    """What `booster.boost` returned, and the booster."""
+
+    booster: Booster
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    criterion: nn.Module
+    lr_scheduler: LRScheduler
+
+
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Restore BatchNorm's statistics afterwards."""
@@ -258,16 +277,35 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
         buffer.copy_(value)
 
 
-def capture_forward_and_backward(model: nn.Module, batch_size: int, fp16: bool) -> nn.Module:
-    """Make the model replay its forward and backward pass as CUDA graphs: launching their small kernels binds otherwise.
+def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
+    """Let the boosted model replay its forward and backward passes as CUDA graphs.
 
-    To be called before `booster.boost`: once DDP holds the model, the capture fails (its AccumulateGrad nodes live on
-    the default stream). So what TorchDDPPlugin does to the model comes first here, and finds itself done later.
+    At this model's size a step is bound by launching its small kernels one by one, and in gemini by hooks around each
+    operator; a graph is one launch, and one operator. Gradients leave it as from any operator, so all that the plugins
+    do with them stays as it is.
     """
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model.to(get_current_device()))
-    sample = torch.rand(batch_size, 3, 32, 32, device=get_current_device())
-    with unchanged_buffers(model), torch.autocast("cuda", enabled=fp16, cache_enabled=False):
-        return torch.cuda.make_graphed_callables(model, (sample,))
+    module = model.unwrap()
+    plain = copy.copy(module)  # with the same layers; its forward stays as it is
+    names, params = zip(*module.named_parameters())
+    # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks.
+    aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
+    sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
+
+    def eager(images: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(plain, dict(zip(names, weights)), (images,))
+
+    # autocast's cache would keep what the warm-up cast, and the graph never cast again
+    with unchanged_buffers(module), get_accelerator().autocast(enabled=autocast, cache_enabled=False):
+        graphed = torch.cuda.make_graphed_callables(eager, (sample, *aliases))
+
+    def replay(images: Tensor) -> Tensor:
+        if not module.training or images.shape != sample.shape:
+            return plain(images)
+        if has_torch_function(params):  # gemini's parameters, which run its hooks before and after an operator
+            return handle_torch_function(graphed, params, images, *params)
+        return graphed(images, *params)
+
+    module.forward = replay
 
 
 def settle_ddp_buckets(model: ModelWrapper, optimizer: OptimizerWrapper, batch_size: int) -> None:
@@ -281,18 +319,35 @@ def settle_ddp_buckets(model: ModelWrapper, optimizer: OptimizerWrapper, batch_s
     optimizer.zero_grad()
 
 
+def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinator) -> Boosted:
+    model = build_model().to(get_current_device())
+    optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size, coordinator)
+    lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
+    model, optimizer, criterion, _, lr_scheduler = booster.boost(
+        model, optimizer, criterion=nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler
+    )
+    if get_accelerator().name == "cuda":
+        try:
+            capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+        except RuntimeError as error:
+            coordinator.print_on_master(f"No CUDA graph, so slower: {str(error).splitlines()[0]}")
+    if args.plugin in ("torch_ddp", "torch_ddp_fp16"):
+        settle_ddp_buckets(model, optimizer, args.batch_size)
+    return Boosted(booster, model, optimizer, criterion, lr_scheduler)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @contextmanager
-def full_precision(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[dict[str, Tensor]]:
+def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
     """Let save_model write, and load_model read, the weights in fp32. Yields ResNet-18's state dict, on every rank.
 
     DDP's weights are fp32 anyway. low_level_zero's model holds fp16 copies, and each rank a slice of the fp32 masters:
     the gathered masters take the copies' place. gemini rounds to `model.mixed_precision` what it saves and loads.
     Both keep BatchNorm's statistics in fp16, which are widened here.
     """
-    module = model.unwrap()
+    model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
     full = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
     if isinstance(optimizer, LowLevelZeroOptimizer):
         masters, world_size = optimizer.get_working_to_master_map(), dist.get_world_size()
@@ -353,7 +408,7 @@ def publish(folder: Path) -> None:
             finished.rmdir()
 
 
-def sync_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -361,48 +416,47 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_checkpoint(
-    folder: Path,
-    epoch: int,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    lr_scheduler: LRScheduler,
-    coordinator: DistCoordinator,
-) -> None:
-    """Save model, optimizer, scheduler and loss scale, whole or not at all; called by all processes in `full_precision`.
+def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
+    """Save model, optimizer, scheduler and loss scale, whole or not at all. All processes call it in `full_precision`.
 
     They are written aside and flushed; renaming their folder is the moment from which the checkpoint exists.
 
     Raises:
-        UserError: the disk is full, or the folder no longer writable; older checkpoints are as they were
+        UserError: on every process; the disk is full, or not writable any more. Older checkpoints are as they were.
     """
-    aside, scaler = folder / f".saving_{epoch}", grad_scaler(optimizer)
-    try:
-        if coordinator.is_master():
-            shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
-            aside.mkdir(parents=True)
-        coordinator.block_all()
-        booster.save_model(model, f"{aside}/model_{epoch}.pth")
-        booster.save_optimizer(optimizer, f"{aside}/optimizer_{epoch}.pth")
-        booster.save_lr_scheduler(lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
-        if coordinator.is_master():
-            if scaler:
-                torch.save(scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
-            else:
-                (folder / f"{SCALER}_{epoch}.pth").unlink(missing_ok=True)  # of another plugin's checkpoint
-            for path in (*aside.iterdir(), aside):
-                sync_to_disk(path)
-            aside.rename(folder / f".saved_{epoch}")
-            publish(folder)
-            sync_to_disk(folder)
-    except (OSError, RuntimeError) as error:
-        if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):  # torch.save's own OSError
-            raise
+    aside, scaler, reasons = folder / f".saving_{epoch}", grad_scaler(boosted.optimizer), []
+
+    def attempt(step, *arguments) -> None:
+        try:  # a process that fails to write goes on, since the other processes count on it in collectives to come
+            step(*arguments)
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+            reasons.append(str(error).splitlines()[0])
+
+    def finish() -> None:
+        if scaler:
+            torch.save(scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
+        else:
+            (folder / f"{SCALER}_{epoch}.pth").unlink(missing_ok=True)  # of another plugin's checkpoint
+        for path in (*aside.iterdir(), aside):
+            flush_to_disk(path)
+        aside.rename(folder / f".saved_{epoch}")
+        publish(folder)
+        flush_to_disk(folder)
+
+    if coordinator.is_master():
+        shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
+        attempt(aside.mkdir, 0o777, True)
+    coordinator.block_all()
+    attempt(boosted.booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
+    attempt(boosted.booster.save_optimizer, boosted.optimizer, f"{aside}/optimizer_{epoch}.pth")
+    attempt(boosted.booster.save_lr_scheduler, boosted.lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
+    if coordinator.is_master() and not reasons:
+        attempt(finish)
+    outcome = reasons[:1] or [None]
+    dist.broadcast_object_list(outcome)  # also lets no process end, and its launcher the job, before all is written
+    if outcome[0]:
         shutil.rmtree(aside, ignore_errors=True)
-        reason = str(error).splitlines()[0]
-        raise UserError(f"epoch {epoch} could not be saved in {folder} ({reason}); older checkpoints are intact") from error
-    coordinator.block_all()  # or another process could end, and its launcher the job, while this one still writes
+        raise UserError(f"epoch {epoch} could not be saved in {folder} ({outcome[0]}); older checkpoints are intact")
 
 
 def find_checkpoint(args: argparse.Namespace) -> int:
@@ -445,49 +499,44 @@ def check_optimizer(path: Path) -> None:
             raise UserError(f"{path} is not Adam's state of ResNet-18: parameter {index} of {len(shapes)} is missing")
 
 
-def load_checkpoint(
-    folder: Path,
-    epoch: int,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    lr_scheduler: LRScheduler,
-) -> None:
+def load_checkpoint(folder: Path, epoch: int, boosted: Boosted) -> None:
     """Load what `save_checkpoint` saved, under whatever plugin and number of processes. All processes call it."""
-    with full_precision(model, optimizer):
-        booster.load_model(model, f"{folder}/model_{epoch}.pth")
+    booster, optimizer = boosted.booster, boosted.optimizer
+    with full_precision(boosted):
+        booster.load_model(boosted.model, f"{folder}/model_{epoch}.pth")
+    fresh_groups = [dict(group) for group in optimizer.param_groups]
     booster.load_optimizer(optimizer, f"{folder}/optimizer_{epoch}.pth")
-    for group in optimizer.param_groups:  # HybridAdam and AdamW have settings that the other's file lacks,
-        for name, value in optimizer.defaults.items():
-            group.setdefault(name, value)
-    if isinstance(optimizer.optim, HybridAdam):  # and count steps in a tensor or an int
+    for group, fresh in zip(optimizer.param_groups, fresh_groups):  # keep the settings that this optimizer has:
+        settings = {name: group.get(name, value) for name, value in fresh.items()}  # HybridAdam's and AdamW's differ
+        group.clear()
+        group.update(settings)
+    if isinstance(optimizer.optim, HybridAdam):  # which counts steps in an int, AdamW and gemini's files in a tensor
         for state in optimizer.optim.state.values():
             state["step"] = int(state["step"])
     scaler, scaler_file = grad_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth"
     if scaler and scaler_file.exists():
         load_scaler_state(scaler, read_file(scaler_file))
-    booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
+    booster.load_lr_scheduler(boosted.lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
 
 
-def resume(args: argparse.Namespace, epoch: int, coordinator: DistCoordinator, boosted: tuple) -> None:
-    """Load the checkpoint of `epoch`, and fit its learning rate to this run's --lr and number of processes."""
-    agreed = [None] * coordinator.world_size
-    dist.all_gather_object(agreed, epoch)
-    if len(set(agreed)) > 1:
+def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
+    """Load the checkpoint of `epoch`, if that is not 0, and fit its learning rate to this run's."""
+    epochs = [None] * coordinator.world_size
+    dist.all_gather_object(epochs, epoch)
+    if len(set(epochs)) > 1:
         raise UserError(f"processes see different checkpoints in {args.checkpoint}: all machines must share that folder")
     if epoch == 0:
         if args.resume == "latest":
             coordinator.print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
         return
-    load_checkpoint(args.checkpoint, epoch, *boosted)
-    _, _, optimizer, lr_scheduler = boosted
-    coordinator.print_on_master(f"Resuming from epoch {epoch} in {args.checkpoint}")
-    old, new = lr_scheduler.base_lrs[0], args.lr * coordinator.world_size
+    load_checkpoint(args.checkpoint, epoch, boosted)
+    coordinator.print_on_master(f"Resuming after epoch {epoch}, from {args.checkpoint}")
+    old, new = boosted.lr_scheduler.base_lrs[0], args.lr * coordinator.world_size
     if old != new:
-        lr_scheduler.base_lrs = [new] * len(lr_scheduler.base_lrs)
-        for group in optimizer.param_groups:
+        boosted.lr_scheduler.base_lrs = [new for _ in boosted.lr_scheduler.base_lrs]
+        for group in boosted.optimizer.param_groups:
             group["initial_lr"], group["lr"] = new, group["lr"] * new / old
-        coordinator.print_on_master(f"Initial learning rate {old:g} in the checkpoint, {new:g} in this run: scaled")
+        coordinator.print_on_master(f"Learning rate scaled: it began at {old:g} in the checkpoint, {new:g} is this run's")
 
 
 # ------------------------------------------------------------------------------------------------------------ epochs
@@ -505,45 +554,60 @@ def average_buffers(model: nn.Module) -> None:
 
 
 def train_one_epoch(
-    epoch: int,
-    seed: int,
-    dataloader: DataLoader,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    criterion: nn.Module,
-    coordinator: DistCoordinator,
+    epoch: int, seed: int, dataloader: DataLoader, boosted: Boosted, coordinator: DistCoordinator
 ) -> float:
     """Train on this process's share of the data, in an order and with draws that follow from seed, epoch and rank.
 
     Returns:
         the mean loss over all steps and processes
     """
-    device = get_current_device()
+    device, model, optimizer = get_current_device(), boosted.model, boosted.optimizer
     dataloader.sampler.set_epoch(epoch)
     generator = torch.Generator(device).manual_seed(seed << 32 | epoch << 16 | coordinator.rank)
     loss_sum = torch.zeros((), device=device)
-    bar = tqdm(dataloader, desc=f"Epoch {epoch + 1}", leave=False, disable=None if coordinator.is_master() else True)
     model.train()
-    for images, labels in bar:  # nothing in here waits for the device
+    # a bar on a terminal of the master's, none in a log file
+    for images, labels in tqdm(dataloader, f"Epoch {epoch + 1}", leave=False, disable=not coordinator.is_master() or None):
         images, labels = augment(images.to(device), generator), labels.to(device)
-        loss = criterion(model(images), labels)
-        booster.backward(loss, optimizer)
+        loss = boosted.criterion(model(images), labels)
+        boosted.booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        loss_sum += loss.detach()
+        loss_sum += loss.detach()  # on the device: nothing in this loop waits for it
     average_buffers(model.unwrap())
     dist.all_reduce(loss_sum)
     return loss_sum.item() / (len(dataloader) * coordinator.world_size)
 
 
 def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> int:
-    """How many of all `images` a model with the weights `state` classifies as `labels`; each process counts its share."""
+    """How many of all `images` a ResNet-18 with the weights `state` classifies right; each process counts its share."""
     mine = slice(coordinator.rank, None, coordinator.world_size)
-    correct = torch.tensor(count_correct(state, images[mine], labels[mine], get_current_device()))
-    correct = correct.to(get_current_device())
-    dist.all_reduce(correct)
-    return int(correct)
+    correct = count_correct(state, images[mine], labels[mine], get_current_device())
+    total = torch.tensor(correct, device=get_current_device())
+    dist.all_reduce(total)
+    return int(total)
+
+
+def build_writer(folder: str | None, coordinator: DistCoordinator) -> object | None:
+    if folder is None or not coordinator.is_master():
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # an optional package, which check_args has looked for
+
+    return SummaryWriter(folder)
+
+
+def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, print_on_master) -> None:
+    """Print the epoch's line, and write its values for TensorBoard."""
+    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
+    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
+    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+
+
+# -------------------------------------------------------------------------------------------------------------- main
 
 
 def main() -> None:
@@ -556,60 +620,61 @@ def main() -> None:
         fetch_data_once_per_machine(coordinator)
     booster = build_booster(args.plugin)
     dataloader = build_dataloader(args, booster.plugin, coordinator)
-    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
-    log_setup(args, coordinator, len(dataloader) * args.batch_size * coordinator.world_size)
+    test_set = load_data(train=False, synthetic=args.synthetic)
+    test_size = len(test_set[1])
+    images_per_epoch = len(dataloader) * args.batch_size * coordinator.world_size
+    log_setup(args, coordinator, images_per_epoch)
 
-    model = build_model()
-    if args.plugin in ("torch_ddp", "torch_ddp_fp16") and get_current_device().type == "cuda":
-        model = capture_forward_and_backward(model, args.batch_size, fp16=args.plugin == "torch_ddp_fp16")
-    optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size, coordinator)
-    lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-    criterion = nn.CrossEntropyLoss()
-    model, optimizer, criterion, _, lr_scheduler = booster.boost(
-        model, optimizer, criterion=criterion, lr_scheduler=lr_scheduler
-    )
-    if args.plugin in ("torch_ddp", "torch_ddp_fp16"):
-        settle_ddp_buckets(model, optimizer, args.batch_size)
-    boosted = booster, model, optimizer, lr_scheduler
-    resume(args, start_epoch, coordinator, boosted)
+    boosted = boost(args, booster, coordinator)
+    resume(args, start_epoch, boosted, coordinator)
 
-    correct = None
+    writer, correct = build_writer(args.tensorboard, coordinator), None
     for epoch in range(start_epoch, args.num_epochs):
-        start, lr = time.time(), optimizer.param_groups[0]["lr"]
-        loss = train_one_epoch(epoch, args.seed, dataloader, booster, model, optimizer, criterion, coordinator)
-        speed = len(dataloader) * args.batch_size * coordinator.world_size / (time.time() - start)
-        lr_scheduler.step()
-        line = f"Epoch [{epoch + 1}/{args.num_epochs}] loss {loss:.4f}, learning rate {lr:g}, {speed:,.0f} images/s"
+        start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
+        values["loss"] = train_one_epoch(epoch, args.seed, dataloader, boosted, coordinator)
+        values["images_per_second"] = images_per_epoch / (time.time() - start)
+        boosted.lr_scheduler.step()
         last = epoch + 1 == args.num_epochs
         if last or (args.interval and (epoch + 1) % args.interval == 0):
-            with full_precision(model, optimizer) as state:
-                correct = evaluate(state, test_images, test_labels, coordinator)
+            with full_precision(boosted) as state:
+                correct = evaluate(state, *test_set, coordinator)
                 if args.interval:
-                    save_checkpoint(args.checkpoint, epoch + 1, *boosted, coordinator)
-            line += f", test accuracy {100 * correct / len(test_labels):.2f} %"
-        coordinator.print_on_master(line)
-    if correct is None:
-        with full_precision(model, optimizer) as state:
-            correct = evaluate(state, test_images, test_labels, coordinator)
-    coordinator.print_on_master(accuracy_line(correct, len(test_labels)))
-    if args.target_acc is not None and correct < args.target_acc * len(test_labels):
-        raise RuntimeError(f"accuracy {correct / len(test_labels):.4f} is below --target_acc {args.target_acc}")
+                    save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
+            values["accuracy"] = correct / test_size
+        report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
+
+    if correct is None:  # the run was over before it began
+        with full_precision(boosted) as state:
+            correct = evaluate(state, *test_set, coordinator)
+    coordinator.print_on_master(accuracy_line(correct, test_size))
+    if args.target_acc is not None and correct < args.target_acc * test_size:
+        raise RuntimeError(f"test accuracy {correct / test_size:.4f} is below --target_acc {args.target_acc}")
 
 
-@record  # makes torchrun end its report with the traceback of the process that failed first
+@record  # so that torchrun's report ends with the traceback of the process that failed first
 def run() -> None:
     try:
         main()
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # local rank 0 says the same now, and then the launcher ends this process
+            time.sleep(5)  # local rank 0 says the same now and leaves, whereupon the launcher ends this process
         print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave(2)
+    gc.collect()  # frees the CUDA graphs, since NCCL waits for the graphs that its collectives are part of
+    dist.destroy_process_group()
+
+
+def leave(status: int) -> None:
+    """End this process at once. Tearing down a failed run in the usual way can wait for lost processes forever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process at once, without a traceback from each
-    run()
+    try:
+        run()
+    except Exception:
+        traceback.print_exc()
+        leave(1)
