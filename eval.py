@@ -5,7 +5,7 @@
 
 It needs torch and torchvision, one device (the GPU if there is one, else the CPU), and CIFAR-10 in $DATA
 (default ./data; downloaded if it is not there). It also owns what training and evaluation must agree on: the data,
-the model, how correct answers are counted, and the line that reports them. train.py imports them from here.
+the model, its files, how correct answers are counted, and the line that reports them. train.py imports them from here.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,7 +94,7 @@ def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
     return (127.5 * patterns[labels] + 60 * noise).clamp(0, 255).to(torch.uint8), labels
 
 
-# --------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------ the model and its checkpoints
 
 
 def build_model() -> nn.Module:
@@ -101,10 +102,37 @@ def build_model() -> nn.Module:
     return resnet18(num_classes=NUM_CLASSES)
 
 
-def saved_epochs(folder: Path, part: str = "model") -> list[int]:
-    """The epochs whose `{part}_{epoch}.pth` is in `folder`, in ascending order."""
+def publish(folder: Path) -> None:
+    """Move finished saves to their final names, the model last: only with it a checkpoint counts as saved.
+
+    train.py does so after each save, and every process of both scripts before it looks for checkpoints: whoever comes
+    first completes what a killed run had begun.
+    """
+    for finished in folder.glob(".saved_*"):
+        with suppress(FileNotFoundError):  # another process moves the same files
+            for path in sorted(finished.iterdir(), key=lambda path: path.name.startswith("model")):
+                with suppress(FileNotFoundError):
+                    path.replace(folder / path.name)
+            finished.rmdir()
+
+
+def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
+    """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`."""
     names = os.listdir(folder) if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"{part}_(\d+)\.pth", name)))
+    numbers = [{int(match[1]) for name in names if (match := re.fullmatch(rf"{part}_(\d+)\.pth", name))} for part in parts]
+    return sorted(set.intersection(*numbers))
+
+
+def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("model",)) -> int:
+    """`epoch`, or the newest for `latest`; UserError names a file that is missing, and the epochs that are there."""
+    saved = saved_epochs(folder, parts)
+    if saved and epoch == "latest":
+        return saved[-1]
+    if epoch not in saved:
+        missing = [f"{part}_{epoch}.pth" for part in parts if epoch not in saved_epochs(folder, (part,))]
+        there = f"epochs {', '.join(map(str, saved))}" if saved else "none"
+        raise UserError(f"{folder / missing[0]} is missing. Saved in that folder (-c): {there}")
+    return epoch
 
 
 def read_file(path: Path) -> dict:
@@ -137,6 +165,20 @@ def read_model(path: Path) -> dict[str, Tensor]:
     if not fits:
         raise UserError(f"{path} is a checkpoint of another model than ResNet-18 with {NUM_CLASSES} classes")
     return state
+
+
+def check_optimizer(path: Path) -> None:
+    """Raise UserError unless an `optimizer_{epoch}.pth` holds Adam's state of each of `build_model()`'s parameters.
+
+    ColossalAI would load one that lacks some without a word.
+    """
+    state = read_file(path).get("state", {})
+    with torch.device("meta"):
+        shapes = [param.shape for param in build_model().parameters()]
+    for index, shape in enumerate(shapes):
+        held = state.get(index, {})
+        if "step" not in held or any(getattr(held.get(k), "shape", None) != shape for k in ("exp_avg", "exp_avg_sq")):
+            raise UserError(f"{path} is not Adam's state of ResNet-18: parameter {index} of {len(shapes)} is missing")
 
 
 # ------------------------------------------------------------------------------------------------------ the accuracy
@@ -187,12 +229,8 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    saved = saved_epochs(args.checkpoint)
-    epoch = saved[-1] if args.epoch == "latest" and saved else args.epoch
-    if epoch not in saved:
-        there = f"epochs {', '.join(map(str, saved))}" if saved else "no epoch"
-        raise UserError(f"no checkpoint of epoch {epoch} in {args.checkpoint}: it holds {there}; see -c and -e")
-    state = read_model(args.checkpoint / f"model_{epoch}.pth")
+    publish(args.checkpoint)
+    state = read_model(args.checkpoint / f"model_{require_epoch(args.epoch, args.checkpoint)}.pth")
     if not args.synthetic:
         fetch_data()
     images, labels = load_data(train=False, synthetic=args.synthetic)

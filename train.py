@@ -55,8 +55,8 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device
 from colossalai.zero import GeminiDDP, LowLevelZeroOptimizer
 
-from eval import UserError, accuracy_line, build_model, count_correct, epoch_or_latest, fetch_data, load_data
-from eval import raise_user_error, read_file, read_model, saved_epochs, to_float
+from eval import (UserError, accuracy_line, build_model, check_optimizer, count_correct, epoch_or_latest, fetch_data,
+                  load_data, publish, raise_user_error, read_file, read_model, require_epoch, saved_epochs, to_float)
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth,
@@ -308,6 +308,21 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
     module.forward = replay
 
 
+def batch_zero_checks(optimizer: LowLevelZeroOptimizer) -> None:
+    """Let low_level_zero look for overflow in all gradients at once, and skip a norm that nobody asked for.
+
+    LowLevelZeroOptimizer.step does both for each of the 62 parameters by itself, and waits for the device each time.
+    """
+    mixin = optimizer.mixed_precision_mixin
+
+    def check_local_overflow() -> bool:
+        grads = [grad.flatten() for grad in optimizer.get_working_grads_by_group_id(0)]
+        return not bool(torch.cat(grads).isfinite().all())
+
+    mixin.check_local_overflow = check_local_overflow
+    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0  # read for clipping only, which is off
+
+
 def settle_ddp_buckets(model: ModelWrapper, optimizer: OptimizerWrapper, batch_size: int) -> None:
     """Run a step that changes nothing, so that DDP lays its buckets anew before the first real step.
 
@@ -331,7 +346,9 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
             capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         except RuntimeError as error:
             coordinator.print_on_master(f"No CUDA graph, so slower: {str(error).splitlines()[0]}")
-    if args.plugin in ("torch_ddp", "torch_ddp_fp16"):
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        batch_zero_checks(optimizer)
+    elif args.plugin != "gemini":
         settle_ddp_buckets(model, optimizer, args.batch_size)
     return Boosted(booster, model, optimizer, criterion, lr_scheduler)
 
@@ -395,25 +412,10 @@ def load_scaler_state(scaler: object, state: dict) -> None:
         vars(scaler).update({name: state[name] for name in ("_growth_step", "_hysteresis_step") if name in state})
 
 
-def publish(folder: Path) -> None:
-    """Move finished saves to their final names, the model last: only with it a checkpoint counts as saved.
-
-    Every process also does this before it looks for checkpoints, and so completes what a killed run had begun.
-    """
-    for finished in folder.glob(".saved_*"):
-        with suppress(FileNotFoundError):  # another process moves the same files
-            for path in sorted(finished.iterdir(), key=lambda path: path.name.startswith("model")):
-                with suppress(FileNotFoundError):
-                    path.replace(folder / path.name)
-            finished.rmdir()
-
-
 def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
@@ -460,23 +462,16 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
 
 
 def find_checkpoint(args: argparse.Namespace) -> int:
-    """The epoch to resume from, 0 to start afresh. Each file is read and checked before anything else touches it.
+    """The epoch to resume from, 0 to start afresh. Its files are read and checked before anything else touches them.
 
     Raises:
         UserError: a file is missing, damaged or foreign, or the epoch lies beyond --num_epochs
     """
-    if args.resume == -1:
-        return 0
     folder = args.checkpoint
     publish(folder)
-    whole = sorted(set.intersection(*(set(saved_epochs(folder, part)) for part in PARTS)))
-    epoch = args.resume if args.resume != "latest" else whole[-1] if whole else 0
-    if epoch == 0:
+    if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
         return 0
-    missing = [f"{part}_{epoch}.pth" for part in PARTS if epoch not in saved_epochs(folder, part)]
-    if missing:
-        there = f"epochs {', '.join(map(str, whole))}" if whole else "no epoch"
-        raise UserError(f"epoch {epoch} cannot be resumed: {folder / missing[0]} is missing; whole there: {there}")
+    epoch = require_epoch(args.resume, folder, PARTS)
     if epoch > args.num_epochs:
         raise UserError(f"--resume {args.resume} means epoch {epoch}, which is beyond --num_epochs {args.num_epochs}")
     read_model(folder / f"model_{epoch}.pth")
@@ -486,17 +481,6 @@ def find_checkpoint(args: argparse.Namespace) -> int:
     if (folder / f"{SCALER}_{epoch}.pth").exists():
         read_file(folder / f"{SCALER}_{epoch}.pth")
     return epoch
-
-
-def check_optimizer(path: Path) -> None:
-    """Raise UserError unless the file holds Adam's state of each of ResNet-18's parameters: the library would not."""
-    state = read_file(path).get("state", {})
-    with torch.device("meta"):
-        shapes = [param.shape for param in build_model().parameters()]
-    for index, shape in enumerate(shapes):
-        held = state.get(index, {})
-        if "step" not in held or any(getattr(held.get(k), "shape", None) != shape for k in ("exp_avg", "exp_avg_sq")):
-            raise UserError(f"{path} is not Adam's state of ResNet-18: parameter {index} of {len(shapes)} is missing")
 
 
 def load_checkpoint(folder: Path, epoch: int, boosted: Boosted) -> None:
