@@ -119,8 +119,8 @@ def publish(folder: Path) -> None:
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
     """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`."""
     names = os.listdir(folder) if folder.is_dir() else []
-    numbers = [{int(match[1]) for name in names if (match := re.fullmatch(rf"{part}_(\d+)\.pth", name))} for part in parts]
-    return sorted(set.intersection(*numbers))
+    epochs = [{int(found[1]) for name in names if (found := re.fullmatch(rf"{part}_(\d+)\.pth", name))} for part in parts]
+    return sorted(set.intersection(*epochs))
 
 
 def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("model",)) -> int:

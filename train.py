@@ -61,6 +61,7 @@ from eval import (UserError, accuracy_line, build_model, check_optimizer, count_
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth,
 SCALER = "grad_scaler"  # and grad_scaler_{epoch}.pth where the plugin scales the loss
+COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradScaler
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -107,7 +108,7 @@ def check_args(args: argparse.Namespace) -> None:
             raise UserError(message)
     if args.tensorboard:
         try:
-            import torch.utils.tensorboard  # noqa: F401
+            import torch.utils.tensorboard
         except ImportError:
             raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
     if args.interval:
@@ -185,8 +186,9 @@ def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator
             images, labels = images.to(device), labels.to(device)
         else:
             coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
+    batches = Batches(images, labels)
     loader = plugin.prepare_dataloader(
-        Batches(images, labels), batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
+        batches, batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
     )
     loader.sampler.seed = args.seed  # prepare_dataloader gives its own seed to worker processes only
     return loader
@@ -287,6 +289,8 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
     module = model.unwrap()
     plain = copy.copy(module)  # with the same layers; its forward stays as it is
     names, params = zip(*module.named_parameters())
+    if isinstance(model, GeminiDDP) and not all(c.keep_gathered for c in model.chunk_manager.get_chunks(params)):
+        raise RuntimeError("gemini moves the parameters of a model as large as this one")
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks.
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
     sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
@@ -401,15 +405,14 @@ def grad_scaler(optimizer: OptimizerWrapper) -> object | None:
 
 
 def scaler_state(scaler: object) -> dict:
-    """A loss scaler's whole state; ColossalAI's own state_dict leaves out the counters that the next change waits for."""
-    counters = {name: vars(scaler)[name] for name in ("_growth_step", "_hysteresis_step") if hasattr(scaler, name)}
-    return {**scaler.state_dict(), **counters}
+    """The whole state of a loss scaler, of which ColossalAI's own state_dict leaves out when the next change is due."""
+    return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
 
 
 def load_scaler_state(scaler: object, state: dict) -> None:
-    if state.keys() == scaler_state(scaler).keys():  # or it is the other kind of scaler's: start with the initial scale
+    if state.keys() == scaler_state(scaler).keys():  # or it is another kind of scaler's: start with the initial scale
         scaler.load_state_dict(state)
-        vars(scaler).update({name: state[name] for name in ("_growth_step", "_hysteresis_step") if name in state})
+        vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
 
 
 def flush_to_disk(path: Path) -> None:
@@ -419,7 +422,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
-    """Save model, optimizer, scheduler and loss scale, whole or not at all. All processes call it in `full_precision`.
+    """Save model, optimizer, scheduler and loss scale, whole or not at all; to be called in `full_precision`.
 
     They are written aside and flushed; renaming their folder is the moment from which the checkpoint exists.
 
@@ -508,7 +511,7 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
     epochs = [None] * coordinator.world_size
     dist.all_gather_object(epochs, epoch)
     if len(set(epochs)) > 1:
-        raise UserError(f"processes see different checkpoints in {args.checkpoint}: all machines must share that folder")
+        raise UserError(f"checkpoints in {args.checkpoint} differ between machines: they must share that folder")
     if epoch == 0:
         if args.resume == "latest":
             coordinator.print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
@@ -520,7 +523,7 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
         boosted.lr_scheduler.base_lrs = [new for _ in boosted.lr_scheduler.base_lrs]
         for group in boosted.optimizer.param_groups:
             group["initial_lr"], group["lr"] = new, group["lr"] * new / old
-        coordinator.print_on_master(f"Learning rate scaled: it began at {old:g} in the checkpoint, {new:g} is this run's")
+        coordinator.print_on_master(f"Learning rate scaled from a start at {old:g}, the checkpoint's, to one at {new:g}")
 
 
 # ------------------------------------------------------------------------------------------------------------ epochs
@@ -528,7 +531,7 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
 
 @torch.no_grad()
 def average_buffers(model: nn.Module) -> None:
-    """Make BatchNorm's running statistics agree on all processes: only SyncBatchNorm, in torch_ddp on GPUs, does."""
+    """Make BatchNorm's running statistics agree on all processes; of themselves only SyncBatchNorm's do."""
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     flat = torch.cat([buffer.float().flatten() for buffer in statistics])
     dist.all_reduce(flat)
@@ -550,8 +553,8 @@ def train_one_epoch(
     generator = torch.Generator(device).manual_seed(seed << 32 | epoch << 16 | coordinator.rank)
     loss_sum = torch.zeros((), device=device)
     model.train()
-    # a bar on a terminal of the master's, none in a log file
-    for images, labels in tqdm(dataloader, f"Epoch {epoch + 1}", leave=False, disable=not coordinator.is_master() or None):
+    hidden = None if coordinator.is_master() else True  # None: there is no bar in a log file, only on a terminal
+    for images, labels in tqdm(dataloader, f"Epoch {epoch + 1}", leave=False, disable=hidden):
         images, labels = augment(images.to(device), generator), labels.to(device)
         loss = boosted.criterion(model(images), labels)
         boosted.booster.backward(loss, optimizer)
@@ -570,14 +573,6 @@ def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinat
     total = torch.tensor(correct, device=get_current_device())
     dist.all_reduce(total)
     return int(total)
-
-
-def build_writer(folder: str | None, coordinator: DistCoordinator) -> object | None:
-    if folder is None or not coordinator.is_master():
-        return None
-    from torch.utils.tensorboard import SummaryWriter  # an optional package, which check_args has looked for
-
-    return SummaryWriter(folder)
 
 
 def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, print_on_master) -> None:
@@ -612,7 +607,10 @@ def main() -> None:
     boosted = boost(args, booster, coordinator)
     resume(args, start_epoch, boosted, coordinator)
 
-    writer, correct = build_writer(args.tensorboard, coordinator), None
+    writer = None
+    if args.tensorboard and coordinator.is_master():
+        writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard)
+    correct = None
     for epoch in range(start_epoch, args.num_epochs):
         start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
         values["loss"] = train_one_epoch(epoch, args.seed, dataloader, boosted, coordinator)
