@@ -157,7 +157,7 @@ def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
     try:
         dist.barrier(patient)
     except RuntimeError:  # the process that fetches has ended, and has said why
-        sys.exit(2)
+        leave(2)
 
 
 class Batches(Dataset):
