@@ -523,7 +523,7 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
         boosted.lr_scheduler.base_lrs = [new for _ in boosted.lr_scheduler.base_lrs]
         for group in boosted.optimizer.param_groups:
             group["initial_lr"], group["lr"] = new, group["lr"] * new / old
-        coordinator.print_on_master(f"Learning rate scaled from a start at {old:g}, the checkpoint's, to one at {new:g}")
+        coordinator.print_on_master(f"Learning rate scaled: it started at {old:g} there, at {new:g} in this run")
 
 
 # ------------------------------------------------------------------------------------------------------------ epochs
