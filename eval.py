@@ -13,7 +13,8 @@ import fcntl
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 
 NUM_CLASSES = 10
+TRAIN_IMAGES, SYNTHETIC_TRAIN_IMAGES = 50_000, 4_000
 
 
 class UserError(Exception):
@@ -36,6 +38,18 @@ class UserError(Exception):
 def data_root() -> Path:
     """The folder that holds CIFAR-10: $DATA, or ./data."""
     return Path(os.environ.get("DATA") or "./data")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out that do the same with this folder. The lock ends with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def fetch_data() -> None:
@@ -53,14 +67,17 @@ def fetch_data() -> None:
         return
     except RuntimeError:  # torchvision's answer when a file is missing or its checksum is wrong
         pass
+    there = root.exists()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with open(root / ".cifar10.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(root):
             CIFAR10(root, train=False, download=True)
     except Exception as error:  # URLError, a checksum RuntimeError, OSError, EOFError and tarfile's own
         archive = root / CIFAR10.filename
         found = f"{archive} is incomplete or damaged" if archive.exists() else f"no CIFAR-10 in {root.resolve()}"
+        if not there:
+            with suppress(OSError):  # it is not empty
+                root.rmdir()
         raise UserError(
             f"{found}, and downloading {CIFAR10.url} failed ({error}). Put {CIFAR10.filename} or the folder "
             f"{CIFAR10.base_folder} there, point $DATA to where they are, or use --synthetic"
@@ -89,7 +106,7 @@ def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
     corners = torch.rand(NUM_CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(corners + corners.flip(-1), size=(32, 32), mode="bilinear")
     generator = torch.Generator().manual_seed(1 if train else 2)
-    labels = torch.randint(NUM_CLASSES, (4000 if train else 1000,), generator=generator)
+    labels = torch.randint(NUM_CLASSES, (SYNTHETIC_TRAIN_IMAGES if train else 1_000,), generator=generator)
     noise = torch.randn(len(labels), 3, 32, 32, generator=generator)
     return (127.5 * patterns[labels] + 60 * noise).clamp(0, 255).to(torch.uint8), labels
 
@@ -119,19 +136,21 @@ def publish(folder: Path) -> None:
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
     """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`."""
     names = os.listdir(folder) if folder.is_dir() else []
-    epochs = [{int(found[1]) for name in names if (found := re.fullmatch(rf"{part}_(\d+)\.pth", name))} for part in parts]
-    return sorted(set.intersection(*epochs))
+    found = [[re.fullmatch(rf"{part}_(\d+)\.pth", name) for name in names] for part in parts]
+    return sorted(set.intersection(*({int(match[1]) for match in matches if match} for matches in found)))
 
 
 def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("model",)) -> int:
     """`epoch`, or the newest for `latest`; UserError names a file that is missing, and the epochs that are there."""
     saved = saved_epochs(folder, parts)
-    if saved and epoch == "latest":
+    if epoch == "latest":
+        if not saved:
+            raise UserError(f"there is no checkpoint in {folder}: see -c")
         return saved[-1]
     if epoch not in saved:
-        missing = [f"{part}_{epoch}.pth" for part in parts if epoch not in saved_epochs(folder, (part,))]
+        missing = next(part for part in parts if epoch not in saved_epochs(folder, (part,)))
         there = f"epochs {', '.join(map(str, saved))}" if saved else "none"
-        raise UserError(f"{folder / missing[0]} is missing. Saved in that folder (-c): {there}")
+        raise UserError(f"{folder / missing}_{epoch}.pth is missing. Saved in that folder (-c): {there}")
     return epoch
 
 
@@ -209,8 +228,13 @@ def accuracy_line(correct: int, total: int) -> str:
 
 
 def epoch_or_latest(text: str) -> int | str:
-    """argparse type: a number of epochs, or the word `latest`."""
-    return text if text == "latest" else int(text)
+    """argparse type: an epoch number, or the word `latest`."""
+    if text == "latest":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an epoch number nor 'latest'") from None
 
 
 def raise_user_error(message: str) -> NoReturn:

@@ -55,8 +55,9 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device
 from colossalai.zero import GeminiDDP, LowLevelZeroOptimizer
 
-from eval import (UserError, accuracy_line, build_model, check_optimizer, count_correct, epoch_or_latest, fetch_data,
-                  load_data, publish, raise_user_error, read_file, read_model, require_epoch, saved_epochs, to_float)
+from eval import SYNTHETIC_TRAIN_IMAGES, TRAIN_IMAGES, UserError, accuracy_line, build_model, check_optimizer
+from eval import count_correct, epoch_or_latest, fetch_data, load_data, publish, raise_user_error, read_file, read_model
+from eval import require_epoch, saved_epochs, to_float
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth,
@@ -89,11 +90,12 @@ def get_args_parser() -> argparse.ArgumentParser:
 def check_args(args: argparse.Namespace) -> None:
     """Raise UserError for what is known to fail before any work is done; touch nothing."""
     accelerator, processes = get_accelerator(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // int(os.environ.get("WORLD_SIZE", 1))
     gpus = accelerator.device_count() if accelerator.name != "cpu" else processes
     for wrong, message in [
         (args.interval < 0, "--interval must be 0 or more"),
         (args.num_epochs < 1, "--num_epochs must be 1 or more"),
-        (args.batch_size < 1, "--batch_size must be 1 or more"),
+        (not 1 <= args.batch_size <= share, f"--batch_size must be in 1..{share}, a process's share of the images"),
         (not args.lr > 0, "--lr must be above 0"),
         (not 0 <= args.seed < 2**32, "--seed must be in 0..2**32-1"),
         (args.target_acc is not None and not 0 <= args.target_acc <= 1, "--target_acc is a fraction in 0..1: 0.84"),
@@ -156,8 +158,8 @@ def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
         fetch_data()
     try:
         dist.barrier(patient)
-    except RuntimeError:  # the process that fetches has ended, and has said why
-        leave(2)
+    except RuntimeError:  # the processes of the machine where it failed do not get as far as saying this
+        raise UserError("CIFAR-10 could not be fetched on another machine, whose log says why") from None
 
 
 class Batches(Dataset):
@@ -177,9 +179,6 @@ class Batches(Dataset):
 def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator: DistCoordinator) -> DataLoader:
     """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
     images, labels = load_data(train=True, synthetic=args.synthetic)
-    share = -(-len(labels) // coordinator.world_size)
-    if args.batch_size > share:
-        raise UserError(f"--batch_size {args.batch_size} is more than one process's share of {share} images")
     device = get_current_device()
     if device.type == "cuda":
         if 2 * images.nbytes < torch.cuda.mem_get_info()[0]:

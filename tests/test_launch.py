@@ -1,0 +1,200 @@
+"""The scripts as users start them: every launcher, what is printed, what is counted, and the gate."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forked
+import pytest
+from helpers import ROOT, accuracy, environment, free_port, launch, launch_command, run, run_eval
+
+EPOCH_LINE = r"Epoch \[(\d)/3\] loss \d\.\d{4}, learning rate 0\.002, [\d,]+ images/s(, test accuracy (\d+\.\d\d)%)?"
+PLANTED = "tests/planted.py"
+
+
+@pytest.fixture(scope="session")
+def main_job(tmp_path_factory):
+    """README's main job, but for `-i 2`, so that one of its three epochs is not saved. Yields its folder and result."""
+    folder = tmp_path_factory.mktemp("main") / "ckpt"
+    result = launch(2, "-c", folder, "--synthetic", "-n", 3, "-i", 2, launcher="colossalai")
+    yield folder, result
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------ the main job
+
+
+def test_main_job_learns(main_job):
+    folder, result = main_job
+    assert result.returncode == 0, result.stdout
+    assert accuracy(result.stdout) > 90
+    saved = {f"{part}_{epoch}.pth" for part in ("model", "optimizer", "lr_scheduler") for epoch in (2, 3)}
+    assert {path.name for path in folder.iterdir()} == saved
+
+
+def test_first_line_states_the_setup(main_job):
+    import colossalai
+    import torch
+
+    line = main_job[1].stdout.splitlines()
+    line = next(text for text in line if text.startswith("torch_ddp"))
+    assert line == (
+        "torch_ddp (fp32), 2 process(es) on CPU, batch 2 x 100 = 200, learning rate 2 x 0.001 = 0.002, "
+        f"4,000 images per epoch, seed 42, colossalai {colossalai.__version__}, torch {torch.__version__}"
+    )
+
+
+def test_log_has_one_line_for_each_epoch(main_job):
+    output = main_job[1].stdout
+    lines = [re.fullmatch(EPOCH_LINE, line) for line in output.splitlines() if line.startswith("Epoch")]
+    assert all(lines), output
+    assert [line[1] for line in lines] == ["1", "2", "3"]
+    assert [bool(line[2]) for line in lines] == [False, True, True], "test accuracy on saved epochs only"
+    assert float(lines[-1][3]) == accuracy(output)
+    assert output.count("Accuracy of the model") == 1
+    assert "\r" not in output, "no progress bar in a log file"
+
+
+def test_nothing_is_left_to_warn_about(main_job):
+    assert not re.search(r"warn|destroy_process_group|leaked", main_job[1].stdout, re.IGNORECASE), main_job[1].stdout
+
+
+@pytest.mark.parametrize("epoch, line", [("2", 0), ("latest", 1)])
+def test_eval_agrees(main_job, epoch, line):
+    folder, result = main_job
+    trained = re.findall(r"test accuracy (\d+\.\d\d)%", result.stdout)
+    evaluated = run_eval("-c", folder, "-e", epoch, "--synthetic")
+    assert evaluated.returncode == 0
+    assert evaluated.stdout == f"Accuracy of the model on the test images: {trained[line]} %\n"
+
+
+@pytest.mark.parametrize("nproc", [3, 7])
+def test_shares_that_differ_give_the_same_accuracy(main_job, nproc):
+    folder, result = main_job
+    again = forked.run(nproc, "-c", folder, "--synthetic", "-n", 3, "-r", 3, "-i", 0)
+    assert again.returncodes == [0] * nproc, again.output
+    assert accuracy(again.output) == accuracy(result.stdout)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4, 6, 7])
+def test_images_are_counted_once(nproc):
+    result = forked.run(nproc, script="tests/count_images.py")
+    assert result.returncodes == [0] * nproc, result.output
+    assert f"{nproc} processes evaluated 10001 images, once each" in result.output
+
+
+# ---------------------------------------------------------------------------------------------------------- the gate
+
+
+def test_wrong_labels_are_not_learned():
+    arguments = ["--synthetic", "-n", 3, "-i", 0, "--target_acc", 0.8]  # which the right labels pass: see the main job
+    result = forked.run(2, "--wrong_labels", "train.py", *arguments, script=PLANTED)
+    assert accuracy(result.output) < 25
+    assert result.returncodes == [1, 1]
+    assert result.output.count("is below --target_acc 0.8") == 2
+
+
+def test_gate_without_assertions():
+    """Also plain `python`, without a launcher, with its assert statements switched off."""
+    arguments = ["--synthetic", "-n", 1, "-i", 0, "--batch_size", 32]
+    command = [sys.executable, "-O", PLANTED, "--images", 32, "train.py", *arguments]
+    result = run([*command, "--target_acc", 1])
+    assert "1 process(es) on CPU" in result.stdout
+    assert result.returncode == 1
+    assert "is below --target_acc 1" in result.stdout.splitlines()[-1]
+
+
+# -------------------------------------------------------------------------------------------------- several machines
+
+
+def test_two_agents(tmp_path):
+    """Two torchrun agents, as on two machines, each with its own data folder; the checkpoint folder is shared."""
+    port, agents = free_port(), []
+    for node in range(2):
+        agents += [["--nnodes", 2, "--node_rank", node, "--master_addr", "127.0.0.1", "--master_port", port]]
+    small = ["--images", 64, "train.py", "--synthetic", "-n", 1, "-i", 1, "--batch_size", 32, "-c", tmp_path / "ckpt"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", *map(str, (*agent, PLANTED, *small))],
+            cwd=ROOT, env=environment(DATA=tmp_path / f"data{node}"), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for node, agent in enumerate(agents)
+    ]  # fmt: skip
+    first, second = (process.communicate(timeout=120)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    assert "2 process(es)" in first
+    assert "Epoch" not in second, "only the master of the whole job prints"
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [
+        "lr_scheduler_1.pth", "model_1.pth", "optimizer_1.pth",
+    ]  # fmt: skip
+    assert accuracy(run_eval("-c", tmp_path / "ckpt", "-e", 1, "--synthetic").stdout) == accuracy(first)
+
+
+# ------------------------------------------------------------------------------------------------- ending before time
+
+
+def processes_with(word: str) -> list[str]:
+    """The command lines of running processes that mention `word`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended
+            continue
+        found += [line] if word in line else []
+    return found
+
+
+def until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize("launcher, sent", [("torchrun", signal.SIGINT), ("colossalai", signal.SIGTERM)])
+def test_signal_to_the_job(tmp_path, launcher, sent):
+    """Ctrl-C at a terminal, and what a scheduler sends: both go to the launcher's process group."""
+    folder, log = tmp_path / "ckpt", tmp_path / "log"
+    arguments = ["-c", folder, "--synthetic", "-n", 1000, "-i", 1, "--batch_size", 16]
+    command = launch_command(2, "--images", 64, "train.py", *arguments, launcher=launcher, script=PLANTED)
+    with open(log, "w") as out:
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        assert until(lambda: "Epoch [2/" in log.read_text(), 90), log.read_text()
+        os.killpg(job.pid, sent)
+        job.wait(timeout=15)
+        assert job.returncode != 0
+        assert until(lambda: not processes_with(str(folder)), 5), processes_with(str(folder))
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    evaluated = run_eval("-c", folder, "-e", "latest", "--synthetic")
+    assert evaluated.returncode == 0, evaluated.stdout
+    for model in folder.glob("model_*.pth"):
+        for part in ("optimizer", "lr_scheduler"):
+            assert model.with_name(model.name.replace("model", part)).exists()
+    shutil.rmtree(folder)
+
+
+def test_rank_that_raises_ends_the_run(tmp_path):
+    arguments = ["-c", tmp_path / "ckpt", "--synthetic", "-n", 1000, "-i", 1000, "--batch_size", 16]
+    fault = ["--fault", "raise", 1, 6, tmp_path / "stamp"]
+    start = time.time()
+    result = launch(2, "--images", 64, *fault, "train.py", *arguments, script=PLANTED)
+    raised = (tmp_path / "stamp").stat().st_mtime
+    assert raised > start
+    assert time.time() - raised < 20
+    assert result.returncode == 1
+    assert "Traceback (most recent call last):" in result.stdout
+    report = result.stdout[result.stdout.index("FAILED") :]
+    assert re.search(r"rank\s*: 1 ", report), report
+    assert "ArithmeticError: a planted fault" in report

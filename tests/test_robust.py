@@ -1,0 +1,97 @@
+"""Runs that are killed, restarted, or out of disk space leave whole checkpoints, and end as undisturbed ones."""
+
+import filecmp
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+from helpers import ROOT, launch, run
+
+PLANTED = "tests/planted.py"
+SMALL = ["--images", 64, "--test_images", 50]
+SETTINGS = ["--synthetic", "--batch_size", 8, "-i", 1]  # four steps in an epoch of two processes
+NAMES = [f"{part}_{{}}.pth" for part in ("model", "optimizer", "lr_scheduler")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result = forked.run(2, *SMALL, "train.py", *SETTINGS, "-n", 3, "-c", folder, script=PLANTED)
+    assert result.returncodes == [0, 0], result.output
+    yield folder
+    shutil.rmtree(folder)
+
+
+def check_equal(epochs: range, folder: Path, undisturbed: Path) -> None:
+    names = [name.format(epoch) for epoch in epochs for name in NAMES]
+    assert filecmp.cmpfiles(folder, undisturbed, names, shallow=False) == (names, [], [])
+    assert not list(folder.glob(".*"))
+
+
+# ------------------------------------------------------------------------------------------------------------ killed
+
+
+def test_kills_at_random_moments():
+    result = run([sys.executable, ROOT / "tests/kill_at_random.py", 4])
+    assert result.returncode == 0, result.stdout
+    assert "4 of 4 runs ended as the undisturbed one" in result.stdout
+    assert "| saving |" in result.stdout, "at least one was killed while it saved"
+
+
+@pytest.mark.parametrize(
+    "launcher, restarts, rank",
+    [("torchrun", ["--max-restarts", 3], 1), ("colossalai", ["--extra_launch_args", "max_restarts=3"], 0)],
+)
+def test_killed_rank_is_restarted(undisturbed, tmp_path, launcher, restarts, rank):
+    """In the middle of epoch 3; the launcher starts all ranks again, and they go on after epoch 2."""
+    folder, stamp = tmp_path / "ckpt", tmp_path / "stamp"
+    arguments = [*SETTINGS, "-n", 3, "-r", "latest", "-c", folder]
+    planted = [*SMALL, "--fault", "kill", rank, 10, stamp, "train.py"]
+    result = launch(2, *planted, *arguments, launcher=launcher, launcher_args=restarts, script=PLANTED)
+    assert result.returncode == 0, result.stdout
+    assert stamp.exists()
+    assert result.stdout.count("starting afresh") == 1
+    assert result.stdout.count("Resuming after epoch 2") == 1
+    check_equal(range(1, 4), folder, undisturbed)
+    shutil.rmtree(folder)
+
+
+# --------------------------------------------------------------------------------------------------- nowhere to write
+
+
+def check_refused(result: forked.Result, folder: Path, undisturbed: Path) -> None:
+    """The save of epoch 2 failed on both ranks; epoch 1 is as it was."""
+    assert result.returncodes == [2, 2], result.output
+    errors = [line for line in result.output.splitlines() if "error" in line.lower()]
+    line = f"train.py: error: epoch 2 could not be saved in {folder} ("
+    assert all(error.startswith(line) and error.endswith("; older checkpoints are intact") for error in errors)
+    assert 1 <= len(errors) <= 2, "the launcher ends the second rank before it says the same"
+    assert "Traceback" not in result.output
+    assert sorted(path.name for path in folder.iterdir()) == sorted(name.format(1) for name in NAMES)
+    check_equal(range(1, 2), folder, undisturbed)
+
+
+def resume_from_first(folder: Path, undisturbed: Path, *planted) -> forked.Result:
+    for name in NAMES:
+        shutil.copy(undisturbed / name.format(1), folder)
+    arguments = [*SETTINGS, "-n", 2, "-r", "latest", "-c", folder]
+    return forked.run(2, *SMALL, *planted, "train.py", *arguments, script=PLANTED)
+
+
+@pytest.mark.parametrize("limit", [10_000_000, 60_000_000])  # the model's file is 45 MB, the optimizer's 89 MB
+def test_file_limit(undisturbed, tmp_path, limit):
+    check_refused(resume_from_first(tmp_path, undisturbed, "--file_limit", limit), tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("megabytes", [150, 200])  # of which the first checkpoint takes 134
+def test_full_disk(undisturbed, tmp_path, megabytes):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        check_refused(resume_from_first(tmp_path, undisturbed), tmp_path, undisturbed)
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
