@@ -123,7 +123,7 @@ def publish(folder: Path) -> None:
     """Move finished saves to their final names, the model last: only with it a checkpoint counts as saved.
 
     train.py does so after each save, and every process of both scripts before it looks for checkpoints: whoever comes
-    first completes what a killed run had begun.
+    first, and may write there, completes what a killed run had begun.
     """
     for finished in folder.glob(".saved_*"):
         with suppress(FileNotFoundError):  # another process moves the same files
@@ -135,7 +135,10 @@ def publish(folder: Path) -> None:
 
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
     """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`."""
-    names = os.listdir(folder) if folder.is_dir() else []
+    try:
+        names = os.listdir(folder)
+    except OSError:  # it is not there, no folder, or closed to us
+        names = []
     found = [[re.fullmatch(rf"{part}_(\d+)\.pth", name) for name in names] for part in parts]
     return sorted(set.intersection(*({int(match[1]) for match in matches if match} for matches in found)))
 
@@ -191,13 +194,20 @@ def check_optimizer(path: Path) -> None:
 
     ColossalAI would load one that lacks some without a word.
     """
-    state = read_file(path).get("state", {})
+    content = read_file(path)
     with torch.device("meta"):
         shapes = [param.shape for param in build_model().parameters()]
-    for index, shape in enumerate(shapes):
-        held = state.get(index, {})
-        if "step" not in held or any(getattr(held.get(k), "shape", None) != shape for k in ("exp_avg", "exp_avg_sq")):
-            raise UserError(f"{path} is not Adam's state of ResNet-18: parameter {index} of {len(shapes)} is missing")
+    try:
+        [group], state = content["param_groups"], content["state"]
+        whole = len(group["params"]) == len(shapes) and all(
+            state[index][moment].shape == shape and state[index]["step"] > 0
+            for index, shape in enumerate(shapes)
+            for moment in ("exp_avg", "exp_avg_sq")
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):  # it is something else, or some of it is missing
+        whole = False
+    if not whole:
+        raise UserError(f"{path} does not hold Adam's state of all {len(shapes)} parameters of ResNet-18")
 
 
 # ------------------------------------------------------------------------------------------------------ the accuracy
@@ -214,9 +224,11 @@ def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, devi
     model = build_model().to(device).eval()
     model.load_state_dict(state)
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    for batch, answers in zip(images.split(1000), labels.split(1000)):
-        predicted = model(to_float(batch.to(device))).argmax(dim=1)
-        correct += (predicted == answers.to(device)).sum()
+    # in full fp32, since TF32 could change an answer with the size of the batch that an image is in
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        for batch, answers in zip(images.split(1000), labels.split(1000)):
+            predicted = model(to_float(batch.to(device))).argmax(dim=1)
+            correct += (predicted == answers.to(device)).sum()
     return int(correct)
 
 
@@ -253,7 +265,8 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    publish(args.checkpoint)
+    with suppress(OSError):  # one may read a folder that one may not write
+        publish(args.checkpoint)
     state = read_model(args.checkpoint / f"model_{require_epoch(args.epoch, args.checkpoint)}.pth")
     if not args.synthetic:
         fetch_data()

@@ -17,6 +17,7 @@ import argparse
 import copy
 import gc
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,9 +28,9 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
@@ -89,8 +90,9 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise UserError for what is known to fail before any work is done; touch nothing."""
-    accelerator, processes = get_accelerator(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // int(os.environ.get("WORLD_SIZE", 1))
+    accelerator, launched = get_accelerator(), os.environ if "LOCAL_RANK" in os.environ else {}
+    processes, world_size = (int(launched.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // world_size
     gpus = accelerator.device_count() if accelerator.name != "cpu" else processes
     for wrong, message in [
         (args.interval < 0, "--interval must be 0 or more"),
@@ -113,10 +115,10 @@ def check_args(args: argparse.Namespace) -> None:
             import torch.utils.tensorboard
         except ImportError:
             raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-    if args.interval:
+    if args.interval and os.environ.get("RANK", "0") == "0":  # only this process writes
         folder = args.checkpoint.absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
         try:
+            there = next(path for path in (folder, *folder.parents) if path.exists())
             tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
             raise UserError(f"checkpoints cannot be written to {args.checkpoint}: {error.strerror}; see -c") from error
@@ -127,7 +129,7 @@ def check_args(args: argparse.Namespace) -> None:
 
 def launch(seed: int) -> DistCoordinator:
     """Join the processes that the launcher started, or be the only one where there is no launcher."""
-    if "RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -159,21 +161,14 @@ def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
     try:
         dist.barrier(patient)
     except RuntimeError:  # the processes of the machine where it failed do not get as far as saying this
-        raise UserError("CIFAR-10 could not be fetched on another machine, whose log says why") from None
+        raise UserError("another machine failed while CIFAR-10 was fetched, and its log says why") from None
 
 
-class Batches(Dataset):
-    """Images and labels as tensors that a DataLoader takes whole batches from: no worker processes, no collating."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
+class Batches(TensorDataset):
+    """Images and labels that a DataLoader takes whole batches from: no worker processes, no collating."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices).to(self.labels.device, non_blocking=True)
-        return self.images[index], self.labels[index]
+        return self[torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)]
 
 
 def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator: DistCoordinator) -> DataLoader:
@@ -189,19 +184,19 @@ def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator
     loader = plugin.prepare_dataloader(
         batches, batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
     )
-    loader.sampler.seed = args.seed  # prepare_dataloader gives its own seed to worker processes only
+    loader.sampler.seed = draw_seed(args.seed)  # prepare_dataloader gives its seed to worker processes only
     return loader
+
+
+def draw_seed(*numbers: int) -> int:
+    """A seed of 31 bits that follows from all the numbers: on a CPU, torch's generators look at no more than 32."""
+    return random.Random(str(numbers)).getrandbits(31)
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Pad(4), RandomHorizontalFlip, RandomCrop(32) and ToTensor, drawn for each image by itself.
 
-    Args:
-        images: uint8, (N, 3, 32, 32)
-        generator: of the images' device
-
-    Returns:
-        float32 in 0..1, (N, 3, 32, 32)
+    uint8 images (N, 3, 32, 32) -> float32 in 0..1 of the same shape. The generator is of the images' device.
     """
     n, device = len(images), images.device
     flip = torch.rand(n, generator=generator, device=device) < 0.5
@@ -244,22 +239,32 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
     With weight decay 0, HybridAdam's default, both compute the same update.
     """
     if get_accelerator().name != "cpu":
+        optimizer, reason = None, "it could not on another machine"
         try:
-            return HybridAdam(model.parameters(), lr=lr)
+            optimizer = HybridAdam(model.parameters(), lr=lr)
         except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own kind
-            reason = f"HybridAdam's kernels could not be compiled ({str(error).splitlines()[0][:200]})"
+            reason = (str(error) or repr(error)).splitlines()[0][:200]
+        if succeeded_everywhere(optimizer is not None):
+            return optimizer
+        problem = f"HybridAdam's kernels could not be compiled ({reason})"
         toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
         if plugin == "gemini":
-            raise UserError(f"{reason}, and gemini works with no other optimizer: {toolkit}")
-        coordinator.print_on_master(f"{reason}: AdamW instead, the same update, slower; or {toolkit}")
+            raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
+        coordinator.print_on_master(f"{problem}: AdamW instead, the same update, slower; or {toolkit}")
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+
+
+def succeeded_everywhere(here: bool) -> bool:
+    """Whether all processes, which must go on in the same way, succeeded."""
+    everywhere = torch.tensor(int(here), device=get_current_device())
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 # ------------------------------------------------------------------------------------------------------------- boost
 
 
-@dataclass
-class Boosted:
+class Boosted(NamedTuple):
     """What `booster.boost` returned, and the booster."""
 
     booster: Booster
@@ -273,9 +278,11 @@ class Boosted:
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Restore BatchNorm's statistics afterwards."""
     kept = [buffer.clone() for buffer in model.buffers()]
-    yield
-    for buffer, value in zip(model.buffers(), kept):
-        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(model.buffers(), kept):
+            buffer.copy_(value)
 
 
 def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
@@ -345,10 +352,14 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
         model, optimizer, criterion=nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler
     )
     if get_accelerator().name == "cuda":
+        reason = None
         try:
             capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         except RuntimeError as error:
-            coordinator.print_on_master(f"No CUDA graph, so slower: {str(error).splitlines()[0]}")
+            reason = (str(error) or repr(error)).splitlines()[0]
+        if not succeeded_everywhere(reason is None):
+            vars(model.unwrap()).pop("forward", None)  # back to the class's own
+            coordinator.print_on_master(f"No CUDA graph, so slower: {reason or 'capture failed on another process'}")
     if isinstance(optimizer, LowLevelZeroOptimizer):
         batch_zero_checks(optimizer)
     elif args.plugin != "gemini":
@@ -431,18 +442,20 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     aside, scaler, reasons = folder / f".saving_{epoch}", grad_scaler(boosted.optimizer), []
 
     def attempt(step, *arguments) -> None:
-        try:  # a process that fails to write goes on, since the other processes count on it in collectives to come
+        try:
             step(*arguments)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
-            reasons.append(str(error).splitlines()[0])
+            if not coordinator.is_master():
+                raise
+            reasons.append((str(error) or repr(error)).splitlines()[0])  # others count on the collectives to come
 
     def finish() -> None:
         if scaler:
             torch.save(scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
-        else:
-            (folder / f"{SCALER}_{epoch}.pth").unlink(missing_ok=True)  # of another plugin's checkpoint
         for path in (*aside.iterdir(), aside):
             flush_to_disk(path)
+        if not scaler:
+            (folder / f"{SCALER}_{epoch}.pth").unlink(missing_ok=True)  # of another plugin's checkpoint
         aside.rename(folder / f".saved_{epoch}")
         publish(folder)
         flush_to_disk(folder)
@@ -457,7 +470,7 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     if coordinator.is_master() and not reasons:
         attempt(finish)
     outcome = reasons[:1] or [None]
-    dist.broadcast_object_list(outcome)  # also lets no process end, and its launcher the job, before all is written
+    dist.broadcast_object_list(outcome)  # so that no process goes on, or ends the job, before all is written
     if outcome[0]:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(f"epoch {epoch} could not be saved in {folder} ({outcome[0]}); older checkpoints are intact")
@@ -485,20 +498,35 @@ def find_checkpoint(args: argparse.Namespace) -> int:
     return epoch
 
 
+def agree_on_checkpoint(found: int | UserError, folder: Path, coordinator: DistCoordinator) -> int:
+    """The epoch to resume from, which each process has found by itself, or the UserError that one of them met."""
+    everywhere = [None] * coordinator.world_size
+    dist.all_gather_object(everywhere, found)
+    for error in everywhere:
+        if isinstance(error, UserError):
+            raise error
+    if len(set(everywhere)) > 1:
+        raise UserError(f"machines see different checkpoints in {folder} (-c): they must share that folder")
+    return found
+
+
 def load_checkpoint(folder: Path, epoch: int, boosted: Boosted) -> None:
     """Load what `save_checkpoint` saved, under whatever plugin and number of processes. All processes call it."""
     booster, optimizer = boosted.booster, boosted.optimizer
     with full_precision(boosted):
         booster.load_model(boosted.model, f"{folder}/model_{epoch}.pth")
     fresh_groups = [dict(group) for group in optimizer.param_groups]
-    booster.load_optimizer(optimizer, f"{folder}/optimizer_{epoch}.pth")
+    if isinstance(boosted.model, GeminiDDP):  # insists on steps that are tensors, while HybridAdam's own are ints
+        saved = read_file(folder / f"optimizer_{epoch}.pth")
+        for state in saved["state"].values():
+            state["step"] = torch.tensor(float(state["step"]))
+        optimizer.load_state_dict(saved)
+    else:
+        booster.load_optimizer(optimizer, f"{folder}/optimizer_{epoch}.pth")
     for group, fresh in zip(optimizer.param_groups, fresh_groups):  # keep the settings that this optimizer has:
         settings = {name: group.get(name, value) for name, value in fresh.items()}  # HybridAdam's and AdamW's differ
         group.clear()
         group.update(settings)
-    if isinstance(optimizer.optim, HybridAdam):  # which counts steps in an int, AdamW and gemini's files in a tensor
-        for state in optimizer.optim.state.values():
-            state["step"] = int(state["step"])
     scaler, scaler_file = grad_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth"
     if scaler and scaler_file.exists():
         load_scaler_state(scaler, read_file(scaler_file))
@@ -507,10 +535,6 @@ def load_checkpoint(folder: Path, epoch: int, boosted: Boosted) -> None:
 
 def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
     """Load the checkpoint of `epoch`, if that is not 0, and fit its learning rate to this run's."""
-    epochs = [None] * coordinator.world_size
-    dist.all_gather_object(epochs, epoch)
-    if len(set(epochs)) > 1:
-        raise UserError(f"checkpoints in {args.checkpoint} differ between machines: they must share that folder")
     if epoch == 0:
         if args.resume == "latest":
             coordinator.print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
@@ -531,12 +555,11 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
 @torch.no_grad()
 def average_buffers(model: nn.Module) -> None:
     """Make BatchNorm's running statistics agree on all processes; of themselves only SyncBatchNorm's do."""
-    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    flat = torch.cat([buffer.float().flatten() for buffer in statistics])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for buffer, mean in zip(statistics, flat.split([buffer.numel() for buffer in statistics])):
-        buffer.copy_(mean.view_as(buffer))
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            mean = buffer.float() / dist.get_world_size()
+            dist.all_reduce(mean)
+            buffer.copy_(mean)
 
 
 def train_one_epoch(
@@ -549,7 +572,7 @@ def train_one_epoch(
     """
     device, model, optimizer = get_current_device(), boosted.model, boosted.optimizer
     dataloader.sampler.set_epoch(epoch)
-    generator = torch.Generator(device).manual_seed(seed << 32 | epoch << 16 | coordinator.rank)
+    generator = torch.Generator(device).manual_seed(draw_seed(seed, epoch, coordinator.rank))
     loss_sum = torch.zeros((), device=device)
     model.train()
     hidden = None if coordinator.is_master() else True  # None: there is no bar in a log file, only on a terminal
@@ -590,10 +613,16 @@ def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    check_args(args)
-    start_epoch = find_checkpoint(args)
+    try:
+        check_args(args)
+        found = find_checkpoint(args)
+    except UserError as error:
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            raise
+        found = error  # on other machines, where nothing may be wrong, processes wait for this one to join them
 
     coordinator = launch(args.seed)
+    start_epoch = agree_on_checkpoint(found, args.checkpoint, coordinator)
     if not args.synthetic:
         fetch_data_once_per_machine(coordinator)
     booster = build_booster(args.plugin)
@@ -608,7 +637,7 @@ def main() -> None:
 
     writer = None
     if args.tensorboard and coordinator.is_master():
-        writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard)
+        writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard, purge_step=start_epoch + 1)
     correct = None
     for epoch in range(start_epoch, args.num_epochs):
         start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
@@ -628,7 +657,7 @@ def main() -> None:
         with full_precision(boosted) as state:
             correct = evaluate(state, *test_set, coordinator)
     coordinator.print_on_master(accuracy_line(correct, test_size))
-    if args.target_acc is not None and correct < args.target_acc * test_size:
+    if args.target_acc is not None and correct / test_size < args.target_acc:
         raise RuntimeError(f"test accuracy {correct / test_size:.4f} is below --target_acc {args.target_acc}")
 
 

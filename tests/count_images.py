@@ -5,6 +5,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ def main() -> None:
     assert len(set(sum(shares, []))) > TOTAL - world_size * BATCH_SIZE, "at most one batch per process is lost"
 
     coordinator.print_on_master(f"{world_size} processes evaluated {total} images, once each")
+    time.sleep(0.1)  # without Python's lock, which gloo's thread needs to end; to destroy its group joins it with the lock
     dist.destroy_process_group()
 
 

@@ -204,6 +204,13 @@ def share_of_equal_images(images: torch.Tensor, others: torch.Tensor) -> float:
     return (images == others).flatten(1).all(1).float().mean().item()
 
 
+def test_draws_follow_from_all_of_seed_epoch_and_rank():
+    """On a CPU too, whose generator looks at 32 bits of its seed only."""
+    cases = [(1, 0, 0), (42, 0, 0), (2**32 - 1, 0, 0), (42, 1, 0), (42, 0, 1), (1, 42, 0), (4, 2, 0), (42, 0, 65)]
+    generators = [torch.Generator().manual_seed(train.draw_seed(*numbers)) for numbers in cases]
+    assert len({tuple(torch.rand(4, generator=generator).tolist()) for generator in generators}) == len(cases)
+
+
 def test_order_and_augmentation_follow_from_the_seed(epoch_of):
     images, order, loss = epoch_of()
     assert sorted(order) == list(range(400)) != order

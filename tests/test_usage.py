@@ -147,8 +147,10 @@ def test_plugin_that_needs_a_gpu(refusal, monkeypatch, plugin):
 
 def test_more_processes_than_gpus(refusal, monkeypatch):
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cuda", device_count=lambda: 2))
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "4 processes but 2 GPUs on this machine" in refusal()
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert start() == 0
 
@@ -159,6 +161,7 @@ def test_tensorboard_without_its_package(refusal, monkeypatch):
 
 
 def test_batch_larger_than_a_share(refusal, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--batch_size must be in 1..2000, a process's share" in refusal("--synthetic", "--batch_size", 2001)
     assert "--batch_size must be in 1..25000, a process's share" in refusal("--batch_size", 25001)
@@ -276,13 +279,13 @@ def test_optimizer_file_that_lacks_a_parameter(refusal, checkpoint, index):
     del content["state"][index]
     replace(path, content)
     line = refusal("-c", checkpoint, "-r", 4)
-    assert str(path) in line and f"parameter {index} of 62 is missing" in line
+    assert str(path) in line and "does not hold Adam's state of all 62 parameters" in line
 
 
 def test_optimizer_file_of_another_optimizer(refusal, checkpoint):
     path = checkpoint / "optimizer_4.pth"
     replace(path, torch.optim.SGD(build_model().parameters(), lr=0.1).state_dict())
-    assert f"{path} is not Adam's state of ResNet-18" in refusal("-c", checkpoint, "-r", 4)
+    assert f"{path} does not hold Adam's state of all 62 parameters of ResNet-18" in refusal("-c", checkpoint, "-r", 4)
 
 
 def test_scheduler_file_of_another_epoch(refusal, checkpoint):
