@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -670,6 +671,9 @@ def run() -> None:
             time.sleep(5)  # local rank 0 says the same now and leaves, whereupon the launcher ends this process
         print(f"train.py: error: {error}", file=sys.stderr)
         leave(2)
+    watchdog = threading.Timer(30, leave, (0,))  # all is done and saved: a teardown that hangs must not hold up the job
+    watchdog.daemon = True
+    watchdog.start()
     gc.collect()  # frees the CUDA graphs, since NCCL waits for the graphs that its collectives are part of
     dist.destroy_process_group()
 
