@@ -34,7 +34,6 @@ class UserError(Exception):
 
 # ---------------------------------------------------------------------------------------------------------- the data
 
-
 def data_root() -> Path:
     """The folder that holds CIFAR-10: $DATA, or ./data."""
     return Path(os.environ.get("DATA") or "./data")
@@ -112,7 +111,6 @@ def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------------------ the model and its checkpoints
-
 
 def build_model() -> nn.Module:
     """torchvision's ResNet-18 for ten classes, randomly initialized: (N, 3, 32, 32) in 0..1 -> (N, 10) logits."""
@@ -212,7 +210,6 @@ def check_optimizer(path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------ the accuracy
 
-
 def to_float(images: Tensor) -> Tensor:
     """uint8 images in 0..255 -> float32 in 0..1, as torchvision's ToTensor does."""
     return images.float().div_(255)
@@ -237,7 +234,6 @@ def accuracy_line(correct: int, total: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------- the script
-
 
 def epoch_or_latest(text: str) -> int | str:
     """argparse type: an epoch number, or the word `latest`."""

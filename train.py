@@ -69,7 +69,6 @@ COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradSc
 
 # --------------------------------------------------------------------------------------------------------- arguments
 
-
 def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
@@ -127,7 +126,6 @@ def check_args(args: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ launch
 
-
 def launch(seed: int) -> DistCoordinator:
     """Join the processes that the launcher started, or be the only one where there is no launcher."""
     if "LOCAL_RANK" not in os.environ:
@@ -152,7 +150,6 @@ def log_setup(args: argparse.Namespace, coordinator: DistCoordinator, images_per
 
 
 # -------------------------------------------------------------------------------------------------------------- data
-
 
 def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
     """The first process of each machine fetches CIFAR-10, while the others wait for as long as that takes."""
@@ -217,7 +214,6 @@ def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Te
 
 # ------------------------------------------------------------------------------- plugin, model, optimizer, scheduler
 
-
 class CpuDDPPlugin(TorchDDPPlugin):
     """TorchDDPPlugin without its SyncBatchNorm, which torch has for GPUs only."""
 
@@ -263,7 +259,6 @@ def succeeded_everywhere(here: bool) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- boost
-
 
 class Boosted(NamedTuple):
     """What `booster.boost` returned, and the booster."""
@@ -369,7 +364,6 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
-
 
 @contextmanager
 def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
@@ -499,6 +493,17 @@ def find_checkpoint(args: argparse.Namespace) -> int:
     return epoch
 
 
+def check_before_launch(args: argparse.Namespace) -> int | UserError:
+    """The epoch to resume from; or what is wrong, where processes of other machines wait for this one and must hear."""
+    try:
+        check_args(args)
+        return find_checkpoint(args)
+    except UserError as error:
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            raise
+        return error
+
+
 def agree_on_checkpoint(found: int | UserError, folder: Path, coordinator: DistCoordinator) -> int:
     """The epoch to resume from, which each process has found by itself, or the UserError that one of them met."""
     everywhere = [None] * coordinator.world_size
@@ -552,7 +557,6 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
 
 # ------------------------------------------------------------------------------------------------------------ epochs
 
-
 @torch.no_grad()
 def average_buffers(model: nn.Module) -> None:
     """Make BatchNorm's running statistics agree on all processes; of themselves only SyncBatchNorm's do."""
@@ -598,6 +602,17 @@ def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinat
     return int(total)
 
 
+def evaluate_and_save(
+    args: argparse.Namespace, epoch: int | None, boosted: Boosted, test_set: tuple, coordinator: DistCoordinator
+) -> int:
+    """`evaluate` the weights that a checkpoint would hold, and save one after `epoch`, unless that is None."""
+    with full_precision(boosted) as state:
+        correct = evaluate(state, *test_set, coordinator)
+        if args.interval and epoch:
+            save_checkpoint(args.checkpoint, epoch, boosted, coordinator)
+    return correct
+
+
 def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, print_on_master) -> None:
     """Print the epoch's line, and write its values for TensorBoard."""
     line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
@@ -611,16 +626,9 @@ def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object
 
 # -------------------------------------------------------------------------------------------------------------- main
 
-
 def main() -> None:
     args = get_args_parser().parse_args()
-    try:
-        check_args(args)
-        found = find_checkpoint(args)
-    except UserError as error:
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            raise
-        found = error  # on other machines, where nothing may be wrong, processes wait for this one to join them
+    found = check_before_launch(args)
 
     coordinator = launch(args.seed)
     start_epoch = agree_on_checkpoint(found, args.checkpoint, coordinator)
@@ -639,24 +647,20 @@ def main() -> None:
     writer = None
     if args.tensorboard and coordinator.is_master():
         writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard, purge_step=start_epoch + 1)
+
     correct = None
     for epoch in range(start_epoch, args.num_epochs):
         start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
         values["loss"] = train_one_epoch(epoch, args.seed, dataloader, boosted, coordinator)
         values["images_per_second"] = images_per_epoch / (time.time() - start)
         boosted.lr_scheduler.step()
-        last = epoch + 1 == args.num_epochs
-        if last or (args.interval and (epoch + 1) % args.interval == 0):
-            with full_precision(boosted) as state:
-                correct = evaluate(state, *test_set, coordinator)
-                if args.interval:
-                    save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
+        if epoch + 1 == args.num_epochs or (args.interval and (epoch + 1) % args.interval == 0):
+            correct = evaluate_and_save(args, epoch + 1, boosted, test_set, coordinator)
             values["accuracy"] = correct / test_size
         report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
 
-    if correct is None:  # the run was over before it began
-        with full_precision(boosted) as state:
-            correct = evaluate(state, *test_set, coordinator)
+    if correct is None:  # all epochs were there already
+        correct = evaluate_and_save(args, None, boosted, test_set, coordinator)
     coordinator.print_on_master(accuracy_line(correct, test_size))
     if args.target_acc is not None and correct / test_size < args.target_acc:
         raise RuntimeError(f"test accuracy {correct / test_size:.4f} is below --target_acc {args.target_acc}")

@@ -52,7 +52,7 @@ def main() -> None:
     top = max(value for loss, _ in logs.values() for _, value in loss)
     parts = panel(0, "training loss", {name: log[0] for name, log in logs.items()}, 0, top, [0, 0.5, 1, 1.5])
     accuracy = {name: log[1] for name, log in logs.items()}
-    parts += panel(WIDTH + LEFT + 20, "test accuracy, %", accuracy, 30, 90, [30, 50, 70, 80, 90])
+    parts += panel(WIDTH + LEFT + 20, "test accuracy, %", accuracy, 60, 86, [60, 65, 70, 75, 80, 85])
     for index, name in enumerate(logs):
         x, y = LEFT + 160 * (index % 5), TOP + HEIGHT + 38
         parts.append(f'<path d="M{x},{y - 4}h18" stroke="{COLORS[index]}" stroke-width="3"/>')

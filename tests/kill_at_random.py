@@ -21,7 +21,7 @@ from pathlib import Path
 import forked
 from helpers import ROOT
 
-EPOCHS = 6
+EPOCHS = 3
 SMALL = ["tests/planted.py", "--images", 64, "--test_images", 50, "train.py"]
 SETTINGS = ["--synthetic", "--batch_size", 16, "-i", 1, "-n", EPOCHS, "-r", "latest"]
 PARTS = ("model", "optimizer", "lr_scheduler")
