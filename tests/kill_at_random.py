@@ -36,7 +36,7 @@ def save_under_way(folder: Path) -> str:
     return next((state for state in ("saving", "saved") if list(folder.glob(f".{state}_*"))), "")
 
 
-def kill_at(moment: float, wait_for_save: bool, victims: list[int], pids: list[int], folder: Path) -> tuple[float, str]:
+def kill_at(moment: float, in_save: bool, victims: list[int], pids: list[int], folder: Path) -> tuple[float, str]:
     """SIGKILL to `victims` after `moment` seconds, or in the save that comes next; what the launcher does to the rest.
 
     Returns:
@@ -44,9 +44,9 @@ def kill_at(moment: float, wait_for_save: bool, victims: list[int], pids: list[i
     """
     begin = time.monotonic()
     time.sleep(moment)
-    while wait_for_save and not save_under_way(folder) and time.monotonic() < begin + 60:
+    while in_save and not save_under_way(folder) and time.monotonic() < begin + 20:
         time.sleep(0.0005)
-    time.sleep(wait_for_save * random.uniform(0, 0.15))  # somewhere within it
+    time.sleep(in_save * random.uniform(0, 0.15))  # somewhere within it
     under_way = save_under_way(folder)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
@@ -82,8 +82,9 @@ def main() -> int:
             folder = Path(root, f"killed_{number}")
             pids = start(folder)
             ranks = random.choice([[0, 1], [0], [1]])
-            moment = random.uniform(0, 0.8 * duration)
-            moment, under_way = kill_at(moment, number % 2 == 1, [pids[rank] for rank in ranks], pids, folder)
+            in_save = number % 2 == 1
+            moment = random.uniform(0, 0.5 * duration if in_save else duration)  # with a save still to come
+            moment, under_way = kill_at(moment, in_save, [pids[rank] for rank in ranks], pids, folder)
             log = folder.with_suffix(".log")
             log.write_text("")
             codes = forked.wait(start(folder))

@@ -34,7 +34,7 @@ def change_synthetic_data(images: int, test_images: int, wrong_labels: bool) -> 
 
 
 def plant_fault(kind: str, rank: str, step: str, stamp: str) -> None:
-    """Let `rank` kill itself, or raise, in its step number `step`, unless the file `stamp` shows that it has already."""
+    """Let `rank` kill itself, or raise, in its step number `step`, unless the file `stamp` shows that it has."""
     forward, steps = nn.CrossEntropyLoss.forward, itertools.count(1)
 
     def faulty_forward(self, *args):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import ROOT, accuracy, environment, free_port, launch, launch_command, run, run_eval
+from helpers import LAUNCHERS, ROOT, accuracy, environment, free_port, launch, launch_command, run, run_eval
 
 EPOCH_LINE = r"Epoch \[(\d)/3\] loss \d\.\d{4}, learning rate 0\.002, [\d,]+ images/s(, test accuracy (\d+\.\d\d)%)?"
 PLANTED = "tests/planted.py"
@@ -120,7 +120,7 @@ def test_two_agents(tmp_path):
     small = ["--images", 64, "train.py", "--synthetic", "-n", 1, "-i", 1, "--batch_size", 32, "-c", tmp_path / "ckpt"]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", *map(str, (*agent, PLANTED, *small))],
+            [LAUNCHERS / "torchrun", "--nproc_per_node", "1", *map(str, (*agent, PLANTED, *small))],
             cwd=ROOT, env=environment(DATA=tmp_path / f"data{node}"), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )

@@ -157,9 +157,11 @@ def test_scaled_learning_rate_keeps_its_decay(runs, tmp_path):
     for group in optimizer["param_groups"]:
         group["lr"] = 0.002 / 3
     torch.save(optimizer, folder / "optimizer_20.pth")
-    torch.save({**scheduler, "last_epoch": 20, "_step_count": 21, "_last_lr": [0.002 / 3]}, folder / "lr_scheduler_20.pth")
+    scheduler.update(last_epoch=20, _step_count=21, _last_lr=[0.002 / 3])
+    torch.save(scheduler, folder / "lr_scheduler_20.pth")
     output = train(1, "torch_ddp", folder, "-n", 21, "-r", 20)
-    assert float(re.search(r"Epoch \[21/21\] .*learning rate ([\d.e-]+),", output)[1]) == pytest.approx(0.001 / 3, rel=1e-4)
+    printed = float(re.search(r"Epoch \[21/21\] .*learning rate ([\d.e-]+),", output)[1])
+    assert printed == pytest.approx(0.001 / 3, rel=1e-4)
     assert read(folder / "optimizer_21.pth")["param_groups"][0]["lr"] == pytest.approx(0.001 / 3)
     shutil.rmtree(folder)
 
