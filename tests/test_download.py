@@ -217,7 +217,7 @@ def test_that_timeout_would_end_a_wait_in_the_default_way(server, scripts, tmp_p
     result = launch(2, *TRAIN, env=scripts(more=SHORT_TIMEOUT.format(seconds=8) + IMPATIENT), cwd=tmp_path)
     assert result.returncode != 0
     assert "exitcode  : 2" in result.stdout  # the one that waited gave up
-    assert "could not be fetched on another machine" in result.stdout  # as if that had been another machine's
+    assert "another machine failed while CIFAR-10 was fetched" in result.stdout  # as if that had been another machine's
     assert "Accuracy of the model" not in result.stdout
 
 
