@@ -679,11 +679,13 @@ def run() -> None:
     watchdog.daemon = True
     watchdog.start()
     gc.collect()  # frees the CUDA graphs, since NCCL waits for the graphs that its collectives are part of
-    dist.destroy_process_group()
+    group = dist.group.WORLD  # kept: the end of a gloo group waits for a thread that may need Python's lock meanwhile
+    dist.destroy_process_group(group)
+    leave(0)
 
 
 def leave(status: int) -> None:
-    """End this process at once. Tearing down a failed run in the usual way can wait for lost processes forever."""
+    """End this process at once, without the usual teardown, which can wait for lost processes forever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -49,7 +49,7 @@ def main() -> None:
 
     coordinator.print_on_master(f"{world_size} processes evaluated {total} images, once each")
     # Without Python's lock, which gloo's thread needs to end: destroying the group joins that thread with the lock held.
-    time.sleep(0.1)
+    time.sleep(0.1)  # without Python's lock, which gloo's thread may need to end: destroying the group waits for it
     dist.destroy_process_group()
 
 

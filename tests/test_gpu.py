@@ -47,7 +47,7 @@ def test_eval_prints_the_accuracy_that_training_printed(resumed, plugin):
 
 @on_each_plugin
 def test_a_cuda_graph_computes_what_eager_passes_compute(graph_and_eager, plugin):
-    """Where a gradient is all rounding, Adam's step of lr (1e-3) may have either sign, so a few weights differ by more."""
+    """A gradient that is all rounding may have either sign, and Adam's step with it: a few weights differ by more."""
     _, mean, with_graph, without = graph_and_eager[plugin]
     assert "No CUDA graph" not in with_graph
     assert "No CUDA graph" in without
