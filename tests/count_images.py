@@ -48,8 +48,8 @@ def main() -> None:
     assert len(set(sum(shares, []))) > TOTAL - world_size * BATCH_SIZE, "at most one batch per process is lost"
 
     coordinator.print_on_master(f"{world_size} processes evaluated {total} images, once each")
-    # Without Python's lock, which gloo's thread needs to end: destroying the group joins that thread with the lock held.
-    time.sleep(0.1)  # without Python's lock, which gloo's thread may need to end: destroying the group waits for it
+    # Without Python's lock, which gloo's thread needs to end: destroying the group joins it with the lock held.
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 
