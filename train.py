@@ -7,7 +7,7 @@ One GPU:
 Two GPUs, with a plugin of your choice, going on from the newest checkpoint if there is one:
     colossalai run --nproc_per_node 2 train.py -c ./ckpt-gemini -p gemini -r latest
 Two machines with eight GPUs each (the same on both, but for --node_rank):
-    torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /shared/ckpt
+    torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /nfs/ckpt
 
 The file reads as the run goes: arguments, launch, data, plugin and Booster, model, optimizer and scheduler, boost,
 resume, epochs (train, step the scheduler, evaluate, save), accuracy, gate. `main` at the end is that list.
