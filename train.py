@@ -240,7 +240,7 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
         try:
             optimizer = HybridAdam(model.parameters(), lr=lr)
         except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own kind
-            reason = (str(error) or repr(error)).splitlines()[0][:200]
+            reason = first_line(error)[:200]
         if succeeded_everywhere(optimizer is not None):
             return optimizer
         problem = f"HybridAdam's kernels could not be compiled ({reason})"
@@ -249,6 +249,10 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
             raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
         coordinator.print_on_master(f"{problem}: AdamW instead, the same update, slower; or {toolkit}")
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def succeeded_everywhere(here: bool) -> bool:
@@ -352,7 +356,7 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
         try:
             capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         except RuntimeError as error:
-            reason = (str(error) or repr(error)).splitlines()[0]
+            reason = first_line(error)
         if not succeeded_everywhere(reason is None):
             vars(model.unwrap()).pop("forward", None)  # back to the class's own
             coordinator.print_on_master(f"No CUDA graph, so slower: {reason or 'capture failed on another process'}")
@@ -442,7 +446,7 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
             if not coordinator.is_master():
                 raise
-            reasons.append((str(error) or repr(error)).splitlines()[0])  # others count on the collectives to come
+            reasons.append(first_line(error))  # others count on the collectives to come
 
     def finish() -> None:
         if scaler:
