@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
+warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch on streams, while a graph is captured
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster

@@ -2,6 +2,7 @@
 
 All plugins on two GPUs, CIFAR-10 in $DATA:
     python tests/exact_resume.py --nproc 2 --seeds 1 2
+The same on one GPU, which more processes than GPUs share, as if each were on a machine of its own: right, but slow.
 How far a CUDA graph's result is from the same run without one, after an epoch:
     python tests/exact_resume.py --nproc 2 --compare_graph
 The script itself, without a GPU:
@@ -89,6 +90,7 @@ def train(args: argparse.Namespace, plugin: str, seed: int, folder: Path, *more,
     launcher = ["--nproc_per_node", args.nproc, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     conditions = ["--growth_interval", args.growth_interval]
     conditions += ["--no_graph"] * (no_graph or args.no_graph) + ["--double"] * args.double
+    conditions += ["--machines"] * (0 < torch.cuda.device_count() < args.nproc)
     settings = ["-p", plugin, "--seed", seed, "-c", folder, "-i", 1, "--batch_size", args.batch_size]
     settings += ["--synthetic"] * args.synthetic
     torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher, "--local_addr", "127.0.0.1"]

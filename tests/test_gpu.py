@@ -18,7 +18,7 @@ def run_all(function, root, *words: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, exact_resume.Result]:
-    nproc = str(min(4, torch.cuda.device_count()))
+    nproc = str(min(4, max(2, torch.cuda.device_count())))  # two even on one GPU, so that they do communicate
     return run_all(exact_resume.resume_and_compare, tmp_path_factory.mktemp("resumed"), "--nproc", nproc)
 
 
