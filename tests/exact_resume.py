@@ -89,13 +89,15 @@ def train(args: argparse.Namespace, plugin: str, seed: int, folder: Path, *more,
     # port 0: a free one, chosen by the launcher, so that runs in parallel cannot choose the same
     launcher = ["--nproc_per_node", args.nproc, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     conditions = ["--growth_interval", args.growth_interval]
-    conditions += ["--no_graph"] * (no_graph or args.no_graph) + ["--double"] * args.double
+    conditions += ["--no_graph"] * (no_graph or args.no_graph)
+    conditions += ["--double", "--images", 64, "--test_images", 64] * args.double
     conditions += ["--machines"] * (0 < torch.cuda.device_count() < args.nproc)
     settings = ["-p", plugin, "--seed", seed, "-c", folder, "-i", 1, "--batch_size", args.batch_size]
     settings += ["--synthetic"] * args.synthetic
     torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher, "--local_addr", "127.0.0.1"]
     data = {"DATA": os.environ["DATA"]} if "DATA" in os.environ else {}
-    done = run([*torchrun, ROOT / "tests/train_with.py", *conditions, *settings, *more], env=data, timeout=args.timeout)
+    command = [*torchrun, ROOT / "tests/planted.py", *conditions, "train.py", *settings, *more]
+    done = run(command, env=data, timeout=args.timeout)
     if done.returncode:
         raise RuntimeError(f"training with {plugin} failed:\n{done.stdout[-5000:]}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Run train.py's GPU-only plugins on the CPU: `torchrun … tests/on_double.py ARGUMENTS OF train.py`.
+"""A double of the accelerator, so that train.py's GPU-only plugins run on the CPU: `planted.py --double`.
 
 The accelerator, HybridAdam's kernel and the few calls that torch has for GPUs only get stand-ins, through ColossalAI's
 own extension points where it has them. What runs on top is the library and train.py as they are, so this shows their
@@ -7,9 +7,6 @@ logic (who saves what, what a resumed run continues with), never speed or a GPU'
 
 import contextlib
 import functools
-import runpy
-import sys
-from pathlib import Path
 
 import torch
 from colossalai.accelerator import set_accelerator
@@ -89,19 +86,3 @@ def install() -> None:
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
     torch.cuda.make_graphed_callables = lambda function, sample_args: function
     torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
-
-
-def shrink_synthetic_data(images: int) -> None:
-    """Keep the first few images: fp16 arithmetic on a CPU manages some thirty a second."""
-    import eval
-
-    whole = eval.synthetic_data
-    eval.synthetic_data = lambda train: tuple(tensor[:images] for tensor in whole(train))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    install()
-    shrink_synthetic_data(64)
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,6 +1,7 @@
-"""Run train.py on few images, or with something wrong planted in it.
+"""Run train.py on few images, under other conditions, or with something wrong planted in it.
 
     torchrun … tests/planted.py --images 64 --fault kill 1 5 ./stamp train.py ARGUMENTS OF train.py
+    torchrun … tests/planted.py --images 64 --double train.py -p gemini --synthetic …
 """
 
 import argparse
@@ -48,27 +49,39 @@ def plant_fault(kind: str, rank: str, step: str, stamp: str) -> None:
     nn.CrossEntropyLoss.forward = faulty_forward
 
 
-def run_on_double(growth_interval: int) -> None:
-    """Stand in for a GPU, and let the loss scale grow each `growth_interval` steps (1000 or more by default)."""
-    import on_double
+def set_growth_interval(steps: int) -> None:
+    """Let the loss scale grow after so many good steps; the plugins' own settings say 1000 or more."""
     from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 
-    on_double.install()
-    scaler, dynamic = torch.cuda.amp.GradScaler, DynamicGradScaler.__init__
-    torch.cuda.amp.GradScaler = lambda **settings: scaler(**{**settings, "growth_interval": growth_interval})
-    DynamicGradScaler.__init__ = lambda self, **settings: dynamic(
-        self, **{**settings, "growth_interval": growth_interval}
-    )
+    for scaler in (torch.amp.GradScaler, DynamicGradScaler):
+        construct = scaler.__init__
+        scaler.__init__ = lambda *args, construct=construct, **kwargs: construct(
+            *args, **{**kwargs, "growth_interval": steps}
+        )
+
+
+def become_a_machine() -> None:
+    """Let this process and NCCL take it for the only one on its machine. NCCL refuses two processes of one machine on
+    the same GPU; those of different machines it connects through sockets."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo")
+
+
+def refuse_to_capture(*args, **kwargs):
+    raise RuntimeError("switched off by --no_graph")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=4000, help="training images")
-    parser.add_argument("--test_images", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=4000, help="training images of the synthetic set")
+    parser.add_argument("--test_images", type=int, default=1000, help="and its test images")
     parser.add_argument("--wrong_labels", action="store_true")
     parser.add_argument("--fault", nargs=4, metavar=("kill|raise", "RANK", "STEP", "STAMP"))
     parser.add_argument("--file_limit", type=int, help="bytes that a file may grow to")
-    parser.add_argument("--double", type=int, metavar="GROWTH_INTERVAL", help="run on tests/on_double.py")
+    parser.add_argument("--double", action="store_true", help="all plugins on the CPU, see on_double.py")
+    parser.add_argument("--growth_interval", type=int, help="good steps after which the loss scale grows")
+    parser.add_argument("--no_graph", action="store_true", help="capture no CUDA graph")
+    parser.add_argument("--machines", action="store_true", help="each process as if on a machine of its own")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     change_synthetic_data(args.images, args.test_images, args.wrong_labels)
@@ -76,8 +89,16 @@ def main() -> None:
         plant_fault(*args.fault)
     if args.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_limit, args.file_limit))
+    if args.growth_interval:
+        set_growth_interval(args.growth_interval)
     if args.double:
-        run_on_double(args.double)
+        import on_double
+
+        on_double.install()
+    if args.no_graph:
+        torch.cuda.make_graphed_callables = refuse_to_capture
+    if args.machines:
+        become_a_machine()
     sys.argv = [str(ROOT / args.command[0]), *args.command[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

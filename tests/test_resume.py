@@ -18,7 +18,7 @@ GROWTH_INTERVAL = 3  # steps until the loss scale doubles, in place of 1000 or 2
 
 def train(nproc: int, plugin: str, folder: Path, *args) -> str:
     """Train on `nproc` processes, two steps an epoch, and save each epoch. Returns what was printed."""
-    double = [] if plugin == "torch_ddp" else ["--double", GROWTH_INTERVAL]
+    double = [] if plugin == "torch_ddp" else ["--double", "--growth_interval", GROWTH_INTERVAL]
     batch_size = 8 if plugin == "torch_ddp" else 4  # fp16 is slow on a CPU
     few = ["--images", 2 * batch_size * nproc, "--test_images", 50]
     arguments = ["-p", plugin, "-c", folder, "--synthetic", "-i", 1, "--batch_size", batch_size, *args]
