@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -48,9 +48,7 @@ warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch 
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
-from colossalai.booster.mixed_precision.fp16_torch import TorchAMPOptimizer
-from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -74,9 +72,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
     parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="how to train (torch_ddp)")
-    parser.add_argument(
-        "-r", "--resume", type=epoch_or_latest, default=-1, help="epoch to resume from, or 'latest'; -1: afresh (-1)"
-    )
+    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="epoch, or 'latest'; -1: afresh (-1)")
     parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="their folder (./checkpoint)")
     parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: none (5)")
     parser.add_argument("--target_acc", type=float, help="fraction in 0..1; ending below it is a failure (none)")
@@ -139,6 +135,13 @@ def launch(seed: int) -> DistCoordinator:
     return DistCoordinator()
 
 
+def gather(value: object) -> list:
+    """Each process's `value`."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
 def log_setup(args: argparse.Namespace, coordinator: DistCoordinator, images_per_epoch: int) -> None:
     world, device = coordinator.world_size, get_current_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -170,7 +173,7 @@ class Batches(TensorDataset):
         return self[torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)]
 
 
-def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator: DistCoordinator) -> DataLoader:
+def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: DistCoordinator) -> DataLoader:
     """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
     images, labels = load_data(train=True, synthetic=args.synthetic)
     device = get_current_device()
@@ -179,9 +182,8 @@ def build_dataloader(args: argparse.Namespace, plugin: DPPluginBase, coordinator
             images, labels = images.to(device), labels.to(device)
         else:
             coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
-    batches = Batches(images, labels)
     loader = plugin.prepare_dataloader(
-        batches, batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
+        Batches(images, labels), args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
     )
     loader.sampler.seed = draw_seed(args.seed)  # prepare_dataloader gives its seed to worker processes only
     return loader
@@ -232,19 +234,17 @@ def build_booster(name: str) -> Booster:
 
 
 def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistCoordinator) -> torch.optim.Optimizer:
-    """HybridAdam, or AdamW with HybridAdam's settings where its kernels, which it compiles on first use, cannot be had.
-
-    With weight decay 0, HybridAdam's default, both compute the same update.
-    """
+    """HybridAdam, or AdamW, the same update at weight decay 0, where a process cannot compile HybridAdam's kernels."""
     if get_accelerator().name != "cpu":
-        optimizer, reason = None, "it could not on another machine"
+        reason = None
         try:
             optimizer = HybridAdam(model.parameters(), lr=lr)
         except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own kind
             reason = first_line(error)[:200]
-        if succeeded_everywhere(optimizer is not None):
+        reasons = list(filter(None, gather(reason)))
+        if not reasons:
             return optimizer
-        problem = f"HybridAdam's kernels could not be compiled ({reason})"
+        problem = f"HybridAdam's kernels could not be compiled ({reasons[0]})"
         toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
         if plugin == "gemini":
             raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
@@ -254,13 +254,6 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
 
 def first_line(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0]
-
-
-def succeeded_everywhere(here: bool) -> bool:
-    """Whether all processes, which must go on in the same way, succeeded."""
-    everywhere = torch.tensor(int(here), device=get_current_device())
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
 
 
 # ------------------------------------------------------------------------------------------------------------- boost
@@ -358,9 +351,10 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
             capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         except RuntimeError as error:
             reason = first_line(error)
-        if not succeeded_everywhere(reason is None):
+        reasons = list(filter(None, gather(reason)))
+        if reasons:
             vars(model.unwrap()).pop("forward", None)  # back to the class's own
-            coordinator.print_on_master(f"No CUDA graph, so slower: {reason or 'capture failed on another process'}")
+            coordinator.print_on_master(f"No CUDA graph, so slower: {reasons[0]}")
     if isinstance(optimizer, LowLevelZeroOptimizer):
         batch_zero_checks(optimizer)
     elif args.plugin != "gemini":
@@ -406,23 +400,15 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
 
 def grad_scaler(optimizer: OptimizerWrapper) -> object | None:
     """What holds the loss scale, None for torch_ddp. The library's own saving forgets it."""
-    if isinstance(optimizer, TorchAMPOptimizer):
-        return optimizer.scaler
     for name in ("mixed_precision_mixin", "mix_precision_mixin"):  # low_level_zero's and gemini's
         if hasattr(optimizer, name):
             return getattr(optimizer, name).grad_scaler
-    return None
+    return getattr(optimizer, "scaler", None)  # torch_ddp_fp16's
 
 
 def scaler_state(scaler: object) -> dict:
-    """The whole state of a loss scaler, of which ColossalAI's own state_dict leaves out when the next change is due."""
+    """The whole state of a loss scaler: ColossalAI's own state_dict leaves out when the next change is due."""
     return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
-
-
-def load_scaler_state(scaler: object, state: dict) -> None:
-    if state.keys() == scaler_state(scaler).keys():  # or it is another kind of scaler's: start with the initial scale
-        scaler.load_state_dict(state)
-        vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
 
 
 def flush_to_disk(path: Path) -> None:
@@ -431,49 +417,50 @@ def flush_to_disk(path: Path) -> None:
     os.close(descriptor)
 
 
+def finish_save(aside: Path, epoch: int) -> None:
+    """Flush what was written aside, and make it the checkpoint of `epoch`: from the renaming on, that exists."""
+    folder, scaler_file = aside.parent, f"{SCALER}_{epoch}.pth"
+    for path in (*aside.iterdir(), aside):
+        flush_to_disk(path)
+    if not (aside / scaler_file).exists():
+        (folder / scaler_file).unlink(missing_ok=True)  # of another plugin's checkpoint
+    aside.rename(folder / f".saved_{epoch}")
+    publish(folder)
+    flush_to_disk(folder)
+
+
 def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
     """Save model, optimizer, scheduler and loss scale, whole or not at all; to be called in `full_precision`.
-
-    They are written aside and flushed; renaming their folder is the moment from which the checkpoint exists.
 
     Raises:
         UserError: on every process; the disk is full, or not writable any more. Older checkpoints are as they were.
     """
-    aside, scaler, reasons = folder / f".saving_{epoch}", grad_scaler(boosted.optimizer), []
+    booster, scaler, is_master = boosted.booster, grad_scaler(boosted.optimizer), coordinator.is_master()
+    aside, reasons = folder / f".saving_{epoch}", []
 
     def attempt(step, *arguments) -> None:
         try:
             step(*arguments)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
-            if not coordinator.is_master():
+            if not is_master:
                 raise
             reasons.append(first_line(error))  # others count on the collectives to come
 
-    def finish() -> None:
-        if scaler:
-            torch.save(scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
-        for path in (*aside.iterdir(), aside):
-            flush_to_disk(path)
-        if not scaler:
-            (folder / f"{SCALER}_{epoch}.pth").unlink(missing_ok=True)  # of another plugin's checkpoint
-        aside.rename(folder / f".saved_{epoch}")
-        publish(folder)
-        flush_to_disk(folder)
-
-    if coordinator.is_master():
-        shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
+    if is_master:  # the only one that writes
+        for unfinished in folder.glob(".saving_*"):  # by runs that were killed
+            shutil.rmtree(unfinished, ignore_errors=True)
         attempt(aside.mkdir, 0o777, True)
-    coordinator.block_all()
-    attempt(boosted.booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
-    attempt(boosted.booster.save_optimizer, boosted.optimizer, f"{aside}/optimizer_{epoch}.pth")
-    attempt(boosted.booster.save_lr_scheduler, boosted.lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
-    if coordinator.is_master() and not reasons:
-        attempt(finish)
-    outcome = reasons[:1] or [None]
-    dist.broadcast_object_list(outcome)  # so that no process goes on, or ends the job, before all is written
-    if outcome[0]:
+    attempt(booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
+    attempt(booster.save_optimizer, boosted.optimizer, f"{aside}/optimizer_{epoch}.pth")
+    attempt(booster.save_lr_scheduler, boosted.lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
+    if is_master and scaler:
+        attempt(torch.save, scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
+    if is_master and not reasons:
+        attempt(finish_save, aside, epoch)
+    reasons = sum(gather(reasons), [])  # so that no process goes on, or ends the job, before all is written
+    if reasons:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"epoch {epoch} could not be saved in {folder} ({outcome[0]}); older checkpoints are intact")
+        raise UserError(f"epoch {epoch} could not be saved in {folder} ({reasons[0]}); older checkpoints are intact")
 
 
 def find_checkpoint(args: argparse.Namespace) -> int:
@@ -509,10 +496,9 @@ def check_before_launch(args: argparse.Namespace) -> int | UserError:
         return error
 
 
-def agree_on_checkpoint(found: int | UserError, folder: Path, coordinator: DistCoordinator) -> int:
+def agree_on_checkpoint(found: int | UserError, folder: Path) -> int:
     """The epoch to resume from, which each process has found by itself, or the UserError that one of them met."""
-    everywhere = [None] * coordinator.world_size
-    dist.all_gather_object(everywhere, found)
+    everywhere = gather(found)
     for error in everywhere:
         if isinstance(error, UserError):
             raise error
@@ -521,42 +507,38 @@ def agree_on_checkpoint(found: int | UserError, folder: Path, coordinator: DistC
     return found
 
 
-def load_checkpoint(folder: Path, epoch: int, boosted: Boosted) -> None:
-    """Load what `save_checkpoint` saved, under whatever plugin and number of processes. All processes call it."""
-    booster, optimizer = boosted.booster, boosted.optimizer
+def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
+    """Load the checkpoint of `epoch`, unless that is 0, whatever plugin and number of processes it was saved by."""
+    folder = args.checkpoint
+    booster, model, optimizer, _, lr_scheduler = boosted
+    if epoch == 0:
+        if args.resume == "latest":
+            coordinator.print_on_master(f"No checkpoint in {folder}: starting afresh")
+        return
     with full_precision(boosted):
-        booster.load_model(boosted.model, f"{folder}/model_{epoch}.pth")
-    fresh_groups = [dict(group) for group in optimizer.param_groups]
-    if isinstance(boosted.model, GeminiDDP):  # insists on steps that are tensors, while HybridAdam's own are ints
+        booster.load_model(model, f"{folder}/model_{epoch}.pth")
+    fresh = dict(optimizer.param_groups[0])
+    if isinstance(model, GeminiDDP):  # insists on steps that are tensors, while HybridAdam's own are ints
         saved = read_file(folder / f"optimizer_{epoch}.pth")
         for state in saved["state"].values():
             state["step"] = torch.tensor(float(state["step"]))
         optimizer.load_state_dict(saved)
     else:
         booster.load_optimizer(optimizer, f"{folder}/optimizer_{epoch}.pth")
-    for group, fresh in zip(optimizer.param_groups, fresh_groups):  # keep the settings that this optimizer has:
-        settings = {name: group.get(name, value) for name, value in fresh.items()}  # HybridAdam's and AdamW's differ
-        group.clear()
-        group.update(settings)
+    [group] = optimizer.param_groups
+    settings = {name: group.get(name, value) for name, value in fresh.items()}  # HybridAdam and AdamW differ in some
+    group.clear()
+    group.update(settings)
+    booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
     scaler, scaler_file = grad_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth"
-    if scaler and scaler_file.exists():
-        load_scaler_state(scaler, read_file(scaler_file))
-    booster.load_lr_scheduler(boosted.lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
-
-
-def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
-    """Load the checkpoint of `epoch`, if that is not 0, and fit its learning rate to this run's."""
-    if epoch == 0:
-        if args.resume == "latest":
-            coordinator.print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
-        return
-    load_checkpoint(args.checkpoint, epoch, boosted)
-    coordinator.print_on_master(f"Resuming after epoch {epoch}, from {args.checkpoint}")
-    old, new = boosted.lr_scheduler.base_lrs[0], args.lr * coordinator.world_size
+    state = read_file(scaler_file) if scaler and scaler_file.exists() else {}
+    if state and state.keys() == scaler_state(scaler).keys():  # another kind of scaler starts with its initial scale
+        scaler.load_state_dict(state)
+        vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
+    coordinator.print_on_master(f"Resuming after epoch {epoch}, from {folder}")
+    old, new = lr_scheduler.base_lrs[0], args.lr * coordinator.world_size
     if old != new:
-        boosted.lr_scheduler.base_lrs = [new for _ in boosted.lr_scheduler.base_lrs]
-        for group in boosted.optimizer.param_groups:
-            group["initial_lr"], group["lr"] = new, group["lr"] * new / old
+        lr_scheduler.base_lrs, group["initial_lr"], group["lr"] = [new], new, group["lr"] * new / old
         coordinator.print_on_master(f"Learning rate scaled: it started at {old:g} there, at {new:g} in this run")
 
 
@@ -572,21 +554,15 @@ def average_buffers(model: nn.Module) -> None:
             buffer.copy_(mean)
 
 
-def train_one_epoch(
-    epoch: int, seed: int, dataloader: DataLoader, boosted: Boosted, coordinator: DistCoordinator
-) -> float:
-    """Train on this process's share of the data, in an order and with draws that follow from seed, epoch and rank.
-
-    Returns:
-        the mean loss over all steps and processes
-    """
+def train_one_epoch(epoch: int, seed: int, loader: DataLoader, boosted: Boosted, coordinator: DistCoordinator) -> float:
+    """Train in an order and with draws that follow from seed, epoch and rank. Returns all processes' mean loss."""
     device, model, optimizer = get_current_device(), boosted.model, boosted.optimizer
-    dataloader.sampler.set_epoch(epoch)
+    loader.sampler.set_epoch(epoch)
     generator = torch.Generator(device).manual_seed(draw_seed(seed, epoch, coordinator.rank))
     loss_sum = torch.zeros((), device=device)
     model.train()
     hidden = None if coordinator.is_master() else True  # None: there is no bar in a log file, only on a terminal
-    for images, labels in tqdm(dataloader, f"Epoch {epoch + 1}", leave=False, disable=hidden):
+    for images, labels in tqdm(loader, f"Epoch {epoch + 1}", leave=False, disable=hidden):
         images, labels = augment(images.to(device), generator), labels.to(device)
         loss = boosted.criterion(model(images), labels)
         boosted.booster.backward(loss, optimizer)
@@ -595,27 +571,13 @@ def train_one_epoch(
         loss_sum += loss.detach()  # on the device: nothing in this loop waits for it
     average_buffers(model.unwrap())
     dist.all_reduce(loss_sum)
-    return loss_sum.item() / (len(dataloader) * coordinator.world_size)
+    return loss_sum.item() / (len(loader) * coordinator.world_size)
 
 
 def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> int:
     """How many of all `images` a ResNet-18 with the weights `state` classifies right; each process counts its share."""
     mine = slice(coordinator.rank, None, coordinator.world_size)
-    correct = count_correct(state, images[mine], labels[mine], get_current_device())
-    total = torch.tensor(correct, device=get_current_device())
-    dist.all_reduce(total)
-    return int(total)
-
-
-def evaluate_and_save(
-    args: argparse.Namespace, epoch: int | None, boosted: Boosted, test_set: tuple, coordinator: DistCoordinator
-) -> int:
-    """`evaluate` the weights that a checkpoint would hold, and save one after `epoch`, unless that is None."""
-    with full_precision(boosted) as state:
-        correct = evaluate(state, *test_set, coordinator)
-        if args.interval and epoch:
-            save_checkpoint(args.checkpoint, epoch, boosted, coordinator)
-    return correct
+    return sum(gather(count_correct(state, images[mine], labels[mine], get_current_device())))
 
 
 def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, print_on_master) -> None:
@@ -636,14 +598,14 @@ def main() -> None:
     found = check_before_launch(args)
 
     coordinator = launch(args.seed)
-    start_epoch = agree_on_checkpoint(found, args.checkpoint, coordinator)
+    start_epoch = agree_on_checkpoint(found, args.checkpoint)
     if not args.synthetic:
         fetch_data_once_per_machine(coordinator)
     booster = build_booster(args.plugin)
-    dataloader = build_dataloader(args, booster.plugin, coordinator)
+    loader = build_dataloader(args, booster.plugin, coordinator)
     test_set = load_data(train=False, synthetic=args.synthetic)
     test_size = len(test_set[1])
-    images_per_epoch = len(dataloader) * args.batch_size * coordinator.world_size
+    images_per_epoch = len(loader) * args.batch_size * coordinator.world_size
     log_setup(args, coordinator, images_per_epoch)
 
     boosted = boost(args, booster, coordinator)
@@ -656,16 +618,20 @@ def main() -> None:
     correct = None
     for epoch in range(start_epoch, args.num_epochs):
         start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
-        values["loss"] = train_one_epoch(epoch, args.seed, dataloader, boosted, coordinator)
+        values["loss"] = train_one_epoch(epoch, args.seed, loader, boosted, coordinator)
         values["images_per_second"] = images_per_epoch / (time.time() - start)
         boosted.lr_scheduler.step()
         if epoch + 1 == args.num_epochs or (args.interval and (epoch + 1) % args.interval == 0):
-            correct = evaluate_and_save(args, epoch + 1, boosted, test_set, coordinator)
+            with full_precision(boosted) as state:
+                correct = evaluate(state, *test_set, coordinator)
+                if args.interval:
+                    save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
             values["accuracy"] = correct / test_size
         report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
 
     if correct is None:  # all epochs were there already
-        correct = evaluate_and_save(args, None, boosted, test_set, coordinator)
+        with full_precision(boosted) as state:
+            correct = evaluate(state, *test_set, coordinator)
     coordinator.print_on_master(accuracy_line(correct, test_size))
     if args.target_acc is not None and correct / test_size < args.target_acc:
         raise RuntimeError(f"test accuracy {correct / test_size:.4f} is below --target_acc {args.target_acc}")
