@@ -9,8 +9,7 @@ Two GPUs, with a plugin of your choice, going on from the newest checkpoint if t
 Two machines with eight GPUs each (the same on both, but for --node_rank):
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /nfs/ckpt
 
-The file reads as the run goes: arguments, launch, data, plugin and Booster, model, optimizer and scheduler, boost,
-resume, epochs (train, step the scheduler, evaluate, save), accuracy, gate. `main` at the end is that list.
+The file reads as the run goes, and `main` at its end is the list: arguments, launch, data, boost, resume, epochs, gate.
 """
 
 import argparse
@@ -87,10 +86,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise UserError for what is known to fail before any work is done; touch nothing."""
-    accelerator, launched = get_accelerator(), os.environ if "LOCAL_RANK" in os.environ else {}
+    on_cpu, launched = get_accelerator().name == "cpu", os.environ if "LOCAL_RANK" in os.environ else {}
     processes, world_size = (int(launched.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    gpus = processes if on_cpu else get_accelerator().device_count()
     share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // world_size
-    gpus = accelerator.device_count() if accelerator.name != "cpu" else processes
+    not_here = f"-p {args.plugin} needs a GPU, since ColossalAI runs it on CUDA and NPU only; use -p torch_ddp here"
     for wrong, message in [
         (args.interval < 0, "--interval must be 0 or more"),
         (args.num_epochs < 1, "--num_epochs must be 1 or more"),
@@ -99,10 +99,7 @@ def check_args(args: argparse.Namespace) -> None:
         (not 0 <= args.seed < 2**32, "--seed must be in 0..2**32-1"),
         (args.target_acc is not None and not 0 <= args.target_acc <= 1, "--target_acc is a fraction in 0..1: 0.84"),
         (args.resume not in ("latest", -1) and args.resume < 1, "--resume takes an epoch from 1 on, latest, or -1"),
-        (
-            accelerator.name == "cpu" and args.plugin != "torch_ddp",
-            f"-p {args.plugin} needs a GPU, since ColossalAI runs it on CUDA and NPU only; use -p torch_ddp here",
-        ),
+        (on_cpu and args.plugin != "torch_ddp", not_here),
         (processes > gpus, f"{processes} processes but {gpus} GPUs on this machine: start at most one per GPU"),
     ]:
         if wrong:
@@ -215,7 +212,7 @@ def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Te
     return padded.gather(2, index.expand(-1, 3, -1)).view_as(images)
 
 
-# ------------------------------------------------------------------------------- plugin, model, optimizer, scheduler
+# -------------------------------------------------------------- plugin, model, optimizer, scheduler, and boosting them
 
 class CpuDDPPlugin(TorchDDPPlugin):
     """TorchDDPPlugin without its SyncBatchNorm, which torch has for GPUs only."""
@@ -253,10 +250,8 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
 
 
 def first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0]
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
-
-# ------------------------------------------------------------------------------------------------------------- boost
 
 class Boosted(NamedTuple):
     """What `booster.boost` returned, and the booster."""
@@ -282,9 +277,8 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
     """Let the boosted model replay its forward and backward passes as CUDA graphs.
 
-    At this model's size a step is bound by launching its small kernels one by one, and in gemini by hooks around each
-    operator; a graph is one launch, and one operator. Gradients leave it as from any operator, so all that the plugins
-    do with them stays as it is.
+    At this model's size a step is bound by launching small kernels, and in gemini by hooks around each operator; a
+    graph is one launch, and one operator. Its gradients reach the plugins as any other operator's.
     """
     module = model.unwrap()
     plain = copy.copy(module)  # with the same layers; its forward stays as it is
@@ -313,25 +307,21 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
 
 
 def batch_zero_checks(optimizer: LowLevelZeroOptimizer) -> None:
-    """Let low_level_zero look for overflow in all gradients at once, and skip a norm that nobody asked for.
-
-    LowLevelZeroOptimizer.step does both for each of the 62 parameters by itself, and waits for the device each time.
-    """
-    mixin = optimizer.mixed_precision_mixin
+    """Let LowLevelZeroOptimizer.step check all gradients at once, not each of the 62 with a wait for the device."""
 
     def check_local_overflow() -> bool:
         grads = [grad.flatten() for grad in optimizer.get_working_grads_by_group_id(0)]
         return not bool(torch.cat(grads).isfinite().all())
 
-    mixin.check_local_overflow = check_local_overflow
-    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0  # read for clipping only, which is off
+    optimizer.mixed_precision_mixin.check_local_overflow = check_local_overflow
+    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0  # as slow, and read for clipping only, which is off
 
 
 def settle_ddp_buckets(model: ModelWrapper, optimizer: OptimizerWrapper, batch_size: int) -> None:
-    """Run a step that changes nothing, so that DDP lays its buckets anew before the first real step.
+    """Run a step that changes nothing, since DDP lays its buckets anew after the first.
 
-    DDP does so after its first backward pass. With three processes or more the layout decides in which order gradients
-    are summed, so without this a resumed run would sum differently, once, from the uninterrupted one.
+    With three processes or more their layout decides in which order gradients are summed, so that the first step of a
+    resumed run would differ from the uninterrupted one.
     """
     with unchanged_buffers(model):
         model(torch.zeros(batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
@@ -375,27 +365,24 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
     model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
     full = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
     if isinstance(optimizer, LowLevelZeroOptimizer):
-        masters, world_size = optimizer.get_working_to_master_map(), dist.get_world_size()
         for param in module.parameters():
-            shard = masters[id(param)]
-            padded = shard.new_empty(shard.numel() * world_size)
+            shard = optimizer.get_working_to_master_map()[id(param)]
+            padded = shard.new_empty(shard.numel() * dist.get_world_size())
             dist.all_gather_into_tensor(padded, shard)
             full[param] = padded[: param.numel()].view_as(param)
     rounded = {tensor: tensor.data for tensor in full}
-    precision = getattr(model, "mixed_precision", None)
+    is_gemini, rounds_to = isinstance(model, GeminiDDP), getattr(model, "mixed_precision", None)
     try:
         for tensor, values in full.items():
             tensor.data = values
-        if isinstance(model, GeminiDDP):
+        if is_gemini:
             model.mixed_precision = torch.float32
-            yield model.state_dict(only_rank_0=False)
-        else:
-            yield module.state_dict()
+        yield model.state_dict(only_rank_0=False) if is_gemini else module.state_dict()
     finally:
         for tensor, memory in rounded.items():
             tensor.data = memory.copy_(tensor.data)  # the same memory as before: others hold views of it
-        if isinstance(model, GeminiDDP):
-            model.mixed_precision = precision
+        if is_gemini:
+            model.mixed_precision = rounds_to
 
 
 def grad_scaler(optimizer: OptimizerWrapper) -> object | None:
@@ -449,7 +436,7 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     if is_master:  # the only one that writes
         for unfinished in folder.glob(".saving_*"):  # by runs that were killed
             shutil.rmtree(unfinished, ignore_errors=True)
-        attempt(aside.mkdir, 0o777, True)
+        attempt(os.makedirs, aside)
     attempt(booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
     attempt(booster.save_optimizer, boosted.optimizer, f"{aside}/optimizer_{epoch}.pth")
     attempt(booster.save_lr_scheduler, boosted.lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
@@ -464,11 +451,7 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
 
 
 def find_checkpoint(args: argparse.Namespace) -> int:
-    """The epoch to resume from, 0 to start afresh. Its files are read and checked before anything else touches them.
-
-    Raises:
-        UserError: a file is missing, damaged or foreign, or the epoch lies beyond --num_epochs
-    """
+    """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
     folder = args.checkpoint
     publish(folder)
     if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
@@ -486,7 +469,7 @@ def find_checkpoint(args: argparse.Namespace) -> int:
 
 
 def check_before_launch(args: argparse.Namespace) -> int | UserError:
-    """The epoch to resume from; or what is wrong, where processes of other machines wait for this one and must hear."""
+    """The epoch to resume from; or what is wrong, where other machines wait for this one and must hear of it."""
     try:
         check_args(args)
         return find_checkpoint(args)
@@ -544,14 +527,12 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
 
 # ------------------------------------------------------------------------------------------------------------ epochs
 
-@torch.no_grad()
 def average_buffers(model: nn.Module) -> None:
     """Make BatchNorm's running statistics agree on all processes; of themselves only SyncBatchNorm's do."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            mean = buffer.float() / dist.get_world_size()
-            dist.all_reduce(mean)
-            buffer.copy_(mean)
+    for buffer in filter(torch.is_floating_point, model.buffers()):
+        mean = buffer.float() / dist.get_world_size()
+        dist.all_reduce(mean)
+        buffer.copy_(mean)
 
 
 def train_one_epoch(epoch: int, seed: int, loader: DataLoader, boosted: Boosted, coordinator: DistCoordinator) -> float:
@@ -603,8 +584,7 @@ def main() -> None:
         fetch_data_once_per_machine(coordinator)
     booster = build_booster(args.plugin)
     loader = build_dataloader(args, booster.plugin, coordinator)
-    test_set = load_data(train=False, synthetic=args.synthetic)
-    test_size = len(test_set[1])
+    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
     images_per_epoch = len(loader) * args.batch_size * coordinator.world_size
     log_setup(args, coordinator, images_per_epoch)
 
@@ -623,18 +603,18 @@ def main() -> None:
         boosted.lr_scheduler.step()
         if epoch + 1 == args.num_epochs or (args.interval and (epoch + 1) % args.interval == 0):
             with full_precision(boosted) as state:
-                correct = evaluate(state, *test_set, coordinator)
+                correct = evaluate(state, test_images, test_labels, coordinator)
                 if args.interval:
                     save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
-            values["accuracy"] = correct / test_size
+            values["accuracy"] = correct / len(test_labels)
         report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
 
     if correct is None:  # all epochs were there already
         with full_precision(boosted) as state:
-            correct = evaluate(state, *test_set, coordinator)
-    coordinator.print_on_master(accuracy_line(correct, test_size))
-    if args.target_acc is not None and correct / test_size < args.target_acc:
-        raise RuntimeError(f"test accuracy {correct / test_size:.4f} is below --target_acc {args.target_acc}")
+            correct = evaluate(state, test_images, test_labels, coordinator)
+    coordinator.print_on_master(accuracy_line(correct, len(test_labels)))
+    if args.target_acc is not None and correct / len(test_labels) < args.target_acc:
+        raise RuntimeError(f"test accuracy {correct / len(test_labels):.4f} is below --target_acc {args.target_acc}")
 
 
 @record  # so that torchrun's report ends with the traceback of the process that failed first

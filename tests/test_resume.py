@@ -194,6 +194,7 @@ def test_unfinished_save_is_ignored_and_cleaned_up(runs, tmp_path):
     aside = copy_epoch(3, whole, folder / ".saving_3")
     (aside / "optimizer_3.pth").write_bytes(b"half")
     (aside / "grad_scaler_3.pth").write_bytes(b"of another plugin")
+    (folder / ".saving_1").mkdir()  # by an earlier run, of an epoch that this one does not save
     assert "Resuming after epoch 2" in train(2, "torch_ddp", folder, "-n", 3, "-r", "latest")
     assert not files_that_differ(3, whole, folder)
     assert not list(folder.glob(".*"))
