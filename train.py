@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
@@ -125,8 +125,8 @@ def launch(seed: int) -> DistCoordinator:
     if "LOCAL_RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
+            port = str(free.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     colossalai.launch_from_torch(seed=seed, verbose=False)
     torch.backends.cudnn.deterministic = True  # or a resumed run would not repeat the uninterrupted one
     return DistCoordinator()
@@ -163,13 +163,6 @@ def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
         raise UserError("another machine failed while CIFAR-10 was fetched, and its log says why") from None
 
 
-class Batches(TensorDataset):
-    """Images and labels that a DataLoader takes whole batches from: no worker processes, no collating."""
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self[torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)]
-
-
 def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: DistCoordinator) -> DataLoader:
     """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
     images, labels = load_data(train=True, synthetic=args.synthetic)
@@ -179,9 +172,13 @@ def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: Dist
             images, labels = images.to(device), labels.to(device)
         else:
             coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
-    loader = plugin.prepare_dataloader(
-        Batches(images, labels), args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
-    )
+
+    def take(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(numbers).to(images.device, non_blocking=True)
+        return images[index], labels[index]
+
+    numbers = range(len(images))  # the loader deals these out, and `take` makes a batch of some, all at once
+    loader = plugin.prepare_dataloader(numbers, args.batch_size, shuffle=True, drop_last=True, collate_fn=take)
     loader.sampler.seed = draw_seed(args.seed)  # prepare_dataloader gives its seed to worker processes only
     return loader
 
@@ -595,7 +592,6 @@ def main() -> None:
     if args.tensorboard and coordinator.is_master():
         writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard, purge_step=start_epoch + 1)
 
-    correct = None
     for epoch in range(start_epoch, args.num_epochs):
         start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
         values["loss"] = train_one_epoch(epoch, args.seed, loader, boosted, coordinator)
@@ -609,7 +605,7 @@ def main() -> None:
             values["accuracy"] = correct / len(test_labels)
         report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
 
-    if correct is None:  # all epochs were there already
+    if start_epoch == args.num_epochs:  # nothing was left to train
         with full_precision(boosted) as state:
             correct = evaluate(state, test_images, test_labels, coordinator)
     coordinator.print_on_master(accuracy_line(correct, len(test_labels)))

@@ -129,15 +129,6 @@ def test_load_data_reads_cifar10_from_data(tmp_path, monkeypatch):
             assert torch.equal(to_float(images[index : index + 1])[0], image) and labels[index] == label
 
 
-def test_batches():
-    images, labels = random_images(20), torch.arange(20) % 10
-    batches = train.Batches(images, labels)
-    assert len(batches) == 20
-    batch_images, batch_labels = batches.__getitems__([3, 17, 4])
-    assert torch.equal(batch_images, images[[3, 17, 4]])
-    assert batch_labels.tolist() == [3, 7, 4]
-
-
 # ------------------------------------------------------------------------------- order and draws, as training has them
 
 
@@ -198,6 +189,16 @@ def epoch_of(coordinator, monkeypatch):
         return torch.cat(watcher.seen).cpu(), numbers, loss
 
     return run
+
+
+def test_batches_are_images_with_their_labels(coordinator, monkeypatch):
+    images, numbers = random_images(20), torch.arange(20)
+    monkeypatch.setattr(train, "load_data", lambda train, synthetic: (images, numbers))
+    args = train.get_args_parser().parse_args(["--batch_size", "8"])
+    batches = list(train.build_dataloader(args, train.build_booster("torch_ddp").plugin, coordinator))
+    assert [len(labels) for _, labels in batches] == [8, 8], "the rest is dropped"
+    for batch_images, labels in batches:
+        assert torch.equal(batch_images.cpu(), images[labels.cpu()])
 
 
 def share_of_equal_images(images: torch.Tensor, others: torch.Tensor) -> float:
