@@ -133,9 +133,12 @@ def launch(seed: int) -> DistCoordinator:
 
 
 def gather(value: object) -> list:
-    """Each process's `value`."""
+    """Each process's `value`. A UserError among them is raised on all processes."""
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, value)
+    for given in everywhere:
+        if isinstance(given, UserError):
+            raise given
     return everywhere
 
 
@@ -167,11 +170,10 @@ def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: Dist
     """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
     images, labels = load_data(train=True, synthetic=args.synthetic)
     device = get_current_device()
-    if device.type == "cuda":
-        if 2 * images.nbytes < torch.cuda.mem_get_info()[0]:
-            images, labels = images.to(device), labels.to(device)
-        else:
-            coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
+    if device.type == "cuda" and 2 * images.nbytes >= torch.cuda.mem_get_info()[0]:
+        coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
+    else:
+        images, labels = images.to(device), labels.to(device)
 
     def take(numbers: list[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(numbers).to(images.device, non_blocking=True)
@@ -466,7 +468,7 @@ def find_checkpoint(args: argparse.Namespace) -> int:
 
 
 def check_before_launch(args: argparse.Namespace) -> int | UserError:
-    """The epoch to resume from; or what is wrong, where other machines wait for this one and must hear of it."""
+    """The epoch to resume from; or a UserError for `gather` to raise, where other machines wait and must hear of it."""
     try:
         check_args(args)
         return find_checkpoint(args)
@@ -474,17 +476,6 @@ def check_before_launch(args: argparse.Namespace) -> int | UserError:
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             raise
         return error
-
-
-def agree_on_checkpoint(found: int | UserError, folder: Path) -> int:
-    """The epoch to resume from, which each process has found by itself, or the UserError that one of them met."""
-    everywhere = gather(found)
-    for error in everywhere:
-        if isinstance(error, UserError):
-            raise error
-    if len(set(everywhere)) > 1:
-        raise UserError(f"machines see different checkpoints in {folder} (-c): they must share that folder")
-    return found
 
 
 def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
@@ -573,10 +564,11 @@ def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    found = check_before_launch(args)
+    start_epoch = check_before_launch(args)
 
     coordinator = launch(args.seed)
-    start_epoch = agree_on_checkpoint(found, args.checkpoint)
+    if len(set(gather(start_epoch))) > 1:
+        raise UserError(f"machines see different checkpoints in {args.checkpoint} (-c): they must share that folder")
     if not args.synthetic:
         fetch_data_once_per_machine(coordinator)
     booster = build_booster(args.plugin)
