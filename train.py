@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -175,11 +175,11 @@ def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: Dist
     else:
         images, labels = images.to(device), labels.to(device)
 
-    def take(numbers: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(numbers).to(images.device, non_blocking=True)
+    def take(batch: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(batch).to(images.device, non_blocking=True)
         return images[index], labels[index]
 
-    numbers = range(len(images))  # the loader deals these out, and `take` makes a batch of some, all at once
+    numbers = range(len(images))  # the loader deals these out; no image is touched before `take` makes a whole batch
     loader = plugin.prepare_dataloader(numbers, args.batch_size, shuffle=True, drop_last=True, collate_fn=take)
     loader.sampler.seed = draw_seed(args.seed)  # prepare_dataloader gives its seed to worker processes only
     return loader
@@ -452,7 +452,8 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
 def find_checkpoint(args: argparse.Namespace) -> int:
     """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
     folder = args.checkpoint
-    publish(folder)
+    with suppress(OSError):  # one may read a folder that one may not write
+        publish(folder)
     if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
         return 0
     epoch = require_epoch(args.resume, folder, PARTS)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import LAUNCHERS, ROOT, accuracy, environment, free_port, launch, launch_command, run, run_eval
+from helpers import LAUNCHERS, ROOT, accuracy, environment, error_lines
+from helpers import free_port, launch, launch_command, run, run_eval
 
 EPOCH_LINE = r"Epoch \[(\d)/3\] loss \d\.\d{4}, learning rate 0\.002, [\d,]+ images/s(, test accuracy (\d+\.\d\d)%)?"
 PLANTED = "tests/planted.py"
@@ -112,28 +113,53 @@ def test_gate_without_assertions():
 # -------------------------------------------------------------------------------------------------- several machines
 
 
-def test_two_agents(tmp_path):
-    """Two torchrun agents, as on two machines, each with its own data folder; the checkpoint folder is shared."""
-    port, agents = free_port(), []
+def run_two_agents(tmp_path, *arguments) -> list[subprocess.CompletedProcess]:
+    """Train on 64 images with two torchrun agents, as on two machines, each with its own data folder.
+
+    `NODE` in an argument becomes the agent's number.
+    """
+    port, small = free_port(), [PLANTED, "--images", 64, "train.py", "--synthetic", "--batch_size", 32, *arguments]
+    processes = []
     for node in range(2):
-        agents += [["--nnodes", 2, "--node_rank", node, "--master_addr", "127.0.0.1", "--master_port", port]]
-    small = ["--images", 64, "train.py", "--synthetic", "-n", 1, "-i", 1, "--batch_size", 32, "-c", tmp_path / "ckpt"]
-    processes = [
-        subprocess.Popen(
-            [LAUNCHERS / "torchrun", "--nproc_per_node", "1", *map(str, (*agent, PLANTED, *small))],
-            cwd=ROOT, env=environment(DATA=tmp_path / f"data{node}"), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for node, agent in enumerate(agents)
-    ]  # fmt: skip
-    first, second = (process.communicate(timeout=120)[0] for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], first + second
-    assert "2 process(es)" in first
-    assert "Epoch" not in second, "only the master of the whole job prints"
+        agent = ["--nnodes", 2, "--node_rank", node, "--master_addr", "127.0.0.1", "--master_port", port]
+        words = [str(word).replace("NODE", str(node)) for word in (*agent, "--nproc_per_node", 1, *small)]
+        processes += [
+            subprocess.Popen(
+                [LAUNCHERS / "torchrun", *words], cwd=ROOT, env=environment(DATA=tmp_path / f"data{node}"), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, output)
+        for process, output in zip(processes, outputs)
+    ]
+
+
+def test_two_agents(tmp_path):
+    """The checkpoint folder is shared."""
+    first, second = run_two_agents(tmp_path, "-n", 1, "-i", 1, "-c", tmp_path / "ckpt")
+    assert [first.returncode, second.returncode] == [0, 0], first.stdout + second.stdout
+    assert "2 process(es)" in first.stdout
+    assert "Epoch" not in second.stdout, "only the master of the whole job prints"
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [
         "lr_scheduler_1.pth", "model_1.pth", "optimizer_1.pth",
     ]  # fmt: skip
-    assert accuracy(run_eval("-c", tmp_path / "ckpt", "-e", 1, "--synthetic").stdout) == accuracy(first)
+    assert accuracy(run_eval("-c", tmp_path / "ckpt", "-e", 1, "--synthetic").stdout) == accuracy(first.stdout)
+
+
+@pytest.mark.parametrize(
+    "resumed, message",
+    [("latest", "machines see different checkpoints in"), (1, "model_1.pth is missing. Saved in that folder")],
+)
+def test_agents_that_see_different_checkpoints(tmp_path, resumed, message):
+    """The machine that has the checkpoint must not wait for the other one, which knows of no fault or refuses."""
+    small = ["--images", 64, "train.py", "--synthetic", "--batch_size", 32, "-n", 1, "-i", 1]
+    assert forked.run(1, *small, "-c", tmp_path / "ckpt0", script=PLANTED).returncodes == [0]
+    for agent in run_two_agents(tmp_path, "-n", 2, "-r", resumed, "-c", tmp_path / "ckptNODE"):
+        assert agent.returncode == 1
+        [line] = error_lines(agent.stdout)
+        assert message in line
 
 
 # ------------------------------------------------------------------------------------------------- ending before time
