@@ -121,14 +121,21 @@ def publish(folder: Path) -> None:
     """Move finished saves to their final names, the model last: only with it a checkpoint counts as saved.
 
     train.py does so after each save, and every process of both scripts before it looks for checkpoints: whoever comes
-    first, and may write there, completes what a killed run had begun.
+    first completes what a killed run had begun.
+
+    Raises:
+        UserError: that is not allowed here
     """
     for finished in folder.glob(".saved_*"):
-        with suppress(FileNotFoundError):  # another process moves the same files
+        try:
             for path in sorted(finished.iterdir(), key=lambda path: path.name.startswith("model")):
                 with suppress(FileNotFoundError):
                     path.replace(folder / path.name)
             finished.rmdir()
+        except FileNotFoundError:  # another process moves the same files
+            pass
+        except OSError as error:
+            raise UserError(f"{finished} holds a checkpoint to be moved: make {folder} writable") from error
 
 
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
@@ -197,7 +204,7 @@ def check_optimizer(path: Path) -> None:
         shapes = [param.shape for param in build_model().parameters()]
     try:
         [group], state = content["param_groups"], content["state"]
-        whole = len(group["params"]) == len(shapes) and all(
+        whole = group["lr"] > 0 and len(group["params"]) == len(shapes) and all(
             state[index][moment].shape == shape and state[index]["step"] > 0
             for index, shape in enumerate(shapes)
             for moment in ("exp_avg", "exp_avg_sq")
@@ -261,8 +268,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    with suppress(OSError):  # one may read a folder that one may not write
-        publish(args.checkpoint)
+    publish(args.checkpoint)
     state = read_model(args.checkpoint / f"model_{require_epoch(args.epoch, args.checkpoint)}.pth")
     if not args.synthetic:
         fetch_data()

@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -71,8 +71,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
     parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="how to train (torch_ddp)")
-    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="epoch, or 'latest'; -1: afresh (-1)")
-    parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="their folder (./checkpoint)")
+    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="from epoch or latest; -1: afresh (-1)")
+    parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="where to save (./checkpoint)")
     parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: none (5)")
     parser.add_argument("--target_acc", type=float, help="fraction in 0..1; ending below it is a failure (none)")
     parser.add_argument("-n", "--num_epochs", type=int, default=80, help="total epochs (80)")
@@ -80,7 +80,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate per process, see README (1e-3)")
     parser.add_argument("--seed", type=int, default=42, help="weights, order and augmentation follow from it (42)")
     parser.add_argument("--synthetic", action="store_true", help="a small generated set instead of CIFAR-10")
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write curves there, for TensorBoard")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write curves there, for TensorBoard")
     return parser
 
 
@@ -95,7 +95,7 @@ def check_args(args: argparse.Namespace) -> None:
         (args.interval < 0, "--interval must be 0 or more"),
         (args.num_epochs < 1, "--num_epochs must be 1 or more"),
         (not 1 <= args.batch_size <= share, f"--batch_size must be in 1..{share}, a process's share of the images"),
-        (not args.lr > 0, "--lr must be above 0"),
+        (not 0 < args.lr < float("inf"), "--lr must be a number above 0"),
         (not 0 <= args.seed < 2**32, "--seed must be in 0..2**32-1"),
         (args.target_acc is not None and not 0 <= args.target_acc <= 1, "--target_acc is a fraction in 0..1: 0.84"),
         (args.resume not in ("latest", -1) and args.resume < 1, "--resume takes an epoch from 1 on, latest, or -1"),
@@ -109,13 +109,15 @@ def check_args(args: argparse.Namespace) -> None:
             import torch.utils.tensorboard
         except ImportError:
             raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-    if args.interval and os.environ.get("RANK", "0") == "0":  # only this process writes
-        folder = args.checkpoint.absolute()
-        try:
-            there = next(path for path in (folder, *folder.parents) if path.exists())
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise UserError(f"checkpoints cannot be written to {args.checkpoint}: {error.strerror}; see -c") from error
+    if os.environ.get("RANK", "0") == "0":  # only this process writes
+        for option, folder in [("-c", args.interval and args.checkpoint), ("--tensorboard", args.tensorboard)]:
+            try:
+                if folder:
+                    paths = folder.absolute(), *folder.absolute().parents
+                    there = next(path for path in paths if path.exists() or path.is_symlink())
+                    tempfile.TemporaryFile(dir=there).close()
+            except OSError as error:
+                raise UserError(f"nothing can be written to {folder}: {error.strerror}; see {option}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------ launch
@@ -170,10 +172,10 @@ def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: Dist
     """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
     images, labels = load_data(train=True, synthetic=args.synthetic)
     device = get_current_device()
-    if device.type == "cuda" and 2 * images.nbytes >= torch.cuda.mem_get_info()[0]:
-        coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
-    else:
+    if device.type != "cuda" or 2 * images.nbytes < torch.cuda.mem_get_info()[0]:
         images, labels = images.to(device), labels.to(device)
+    else:
+        coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
 
     def take(batch: list[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(batch).to(images.device, non_blocking=True)
@@ -406,11 +408,12 @@ def flush_to_disk(path: Path) -> None:
 def finish_save(aside: Path, epoch: int) -> None:
     """Flush what was written aside, and make it the checkpoint of `epoch`: from the renaming on, that exists."""
     folder, scaler_file = aside.parent, f"{SCALER}_{epoch}.pth"
+    has_scaler = (aside / scaler_file).exists()
     for path in (*aside.iterdir(), aside):
         flush_to_disk(path)
-    if not (aside / scaler_file).exists():
-        (folder / scaler_file).unlink(missing_ok=True)  # of another plugin's checkpoint
     aside.rename(folder / f".saved_{epoch}")
+    if not has_scaler:
+        (folder / scaler_file).unlink(missing_ok=True)  # of another plugin's checkpoint, which this one replaces
     publish(folder)
     flush_to_disk(folder)
 
@@ -427,13 +430,13 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     def attempt(step, *arguments) -> None:
         try:
             step(*arguments)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+        except (OSError, RuntimeError, UserError) as error:  # torch.save raises RuntimeError when the disk is full
             if not is_master:
                 raise
-            reasons.append(first_line(error))  # others count on the collectives to come
+            reasons.append(first_line(error))  # and go on: the others wait for it in the steps to come
 
     if is_master:  # the only one that writes
-        for unfinished in folder.glob(".saving_*"):  # by runs that were killed
+        for unfinished in folder.glob(".saving_*"):  # by runs that were killed; two at once need two folders
             shutil.rmtree(unfinished, ignore_errors=True)
         attempt(os.makedirs, aside)
     attempt(booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
@@ -443,25 +446,28 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
         attempt(torch.save, scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
     if is_master and not reasons:
         attempt(finish_save, aside, epoch)
-    reasons = sum(gather(reasons), [])  # so that no process goes on, or ends the job, before all is written
-    if reasons:
+    everyones = sum(gather(reasons), [])  # so that no process goes on, or ends the job, before all is written
+    if everyones:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"epoch {epoch} could not be saved in {folder} ({reasons[0]}); older checkpoints are intact")
+        raise UserError(
+            f"epoch {epoch} could not be saved in {folder} ({everyones[0]}): is the disk full? "
+            "older checkpoints are intact"
+        )
 
 
 def find_checkpoint(args: argparse.Namespace) -> int:
     """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
     folder = args.checkpoint
-    with suppress(OSError):  # one may read a folder that one may not write
-        publish(folder)
+    publish(folder)
     if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
         return 0
     epoch = require_epoch(args.resume, folder, PARTS)
     if epoch > args.num_epochs:
-        raise UserError(f"--resume {args.resume} means epoch {epoch}, which is beyond --num_epochs {args.num_epochs}")
+        raise UserError(f"--resume {args.resume} means epoch {epoch}, beyond --num_epochs {args.num_epochs}: raise -n")
     read_model(folder / f"model_{epoch}.pth")
     check_optimizer(folder / f"optimizer_{epoch}.pth")
-    if read_file(folder / f"lr_scheduler_{epoch}.pth").get("last_epoch") != epoch:
+    scheduler = read_file(folder / f"lr_scheduler_{epoch}.pth")
+    if scheduler.get("last_epoch") != epoch or not all(scheduler.get("base_lrs") or [0]):
         raise UserError(f"{folder}/lr_scheduler_{epoch}.pth is not the MultiStepLR state of epoch {epoch}")
     if (folder / f"{SCALER}_{epoch}.pth").exists():
         read_file(folder / f"{SCALER}_{epoch}.pth")
@@ -550,11 +556,13 @@ def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinat
     return sum(gather(count_correct(state, images[mine], labels[mine], get_current_device())))
 
 
-def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, print_on_master) -> None:
+def report(
+    epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, coordinator: DistCoordinator
+) -> None:
     """Print the epoch's line, and write its values for TensorBoard."""
     line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
     line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
-    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
+    coordinator.print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
     if writer:
         for name, value in values.items():
             writer.add_scalar(name, value, epoch)
@@ -596,7 +604,7 @@ def main() -> None:
                 if args.interval:
                     save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
             values["accuracy"] = correct / len(test_labels)
-        report(epoch + 1, args.num_epochs, values, writer, coordinator.print_on_master)
+        report(epoch + 1, args.num_epochs, values, writer, coordinator)
 
     if start_epoch == args.num_epochs:  # nothing was left to train
         with full_precision(boosted) as state:

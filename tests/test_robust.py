@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import train
 from helpers import ROOT, launch, run
 
 PLANTED = "tests/planted.py"
@@ -59,6 +60,24 @@ def test_killed_rank_is_restarted(undisturbed, tmp_path, launcher, restarts, ran
     shutil.rmtree(folder)
 
 
+def test_overwritten_checkpoint_is_whole_until_the_new_one_exists(tmp_path, monkeypatch):
+    """One of torch_ddp, which has no loss scale, over one of a plugin that has."""
+    aside, scaler, model = tmp_path / ".saving_1", tmp_path / "grad_scaler_1.pth", tmp_path / "model_1.pth"
+    aside.mkdir()
+    for path, text in [(scaler, "old"), (model, "old"), (aside / "model_1.pth", "new")]:
+        path.write_text(text)
+
+    def end(*paths):
+        raise SystemExit("the run ends here")
+
+    with monkeypatch.context() as changed, pytest.raises(SystemExit):
+        changed.setattr(Path, "rename", end)
+        train.finish_save(aside, 1)
+    assert scaler.read_text() == model.read_text() == "old"
+    train.finish_save(aside, 1)
+    assert model.read_text() == "new" and {path.name for path in tmp_path.iterdir()} == {"model_1.pth"}
+
+
 # --------------------------------------------------------------------------------------------------- nowhere to write
 
 
@@ -66,8 +85,8 @@ def check_refused(result: forked.Result, folder: Path, undisturbed: Path) -> Non
     """The save of epoch 2 failed on both ranks; epoch 1 is as it was."""
     assert result.returncodes == [2, 2], result.output
     errors = [line for line in result.output.splitlines() if "error" in line.lower()]
-    line = f"train.py: error: epoch 2 could not be saved in {folder} ("
-    assert all(error.startswith(line) and error.endswith("; older checkpoints are intact") for error in errors)
+    start, end = f"train.py: error: epoch 2 could not be saved in {folder} (", "older checkpoints are intact"
+    assert all(error.startswith(start) and error.endswith(end) for error in errors)
     assert 1 <= len(errors) <= 2, "the launcher ends the second rank before it says the same"
     assert "Traceback" not in result.output
     assert sorted(path.name for path in folder.iterdir()) == sorted(name.format(1) for name in NAMES)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ def eval_refusal(refusal, monkeypatch):
         (["--target_acc", "nan"], "--target_acc is a fraction in 0..1"),
         (["--num_epochs", 0], "--num_epochs must be 1 or more"),
         (["--batch_size", 0], "--batch_size must be in 1..50000"),
-        (["--lr", 0], "--lr must be above 0"),
+        (["--lr", 0], "--lr must be a number above 0"),
         (["--seed", -1], "--seed must be in 0"),
         (["--resume", 0], "--resume takes an epoch from 1 on"),
         (["--resume", -2], "--resume takes an epoch from 1 on"),
@@ -168,18 +169,30 @@ def test_batch_larger_than_a_share(refusal, monkeypatch):
     assert start("--synthetic", "--batch_size", 2000) == 0
 
 
+def test_tensorboard_folder_is_a_file(refusal, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.ModuleType("torch.utils.tensorboard"))
+    (tmp_path / "file").touch()
+    line = refusal("-i", 0, "--tensorboard", tmp_path / "file")
+    assert f"nothing can be written to {tmp_path / 'file'}" in line and "--tensorboard" in line
+
+
+def test_checkpoint_folder_is_a_dangling_link(refusal, tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    assert f"nothing can be written to {tmp_path / 'link'}" in refusal("-c", tmp_path / "link")
+
+
 def test_checkpoint_folder_is_a_file(refusal, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "below"):
         line = refusal("-c", path)
-        assert f"cannot be written to {path}" in line and "-c" in line
+        assert f"nothing can be written to {path}" in line and "-c" in line
     assert file.read_text() == "mine"
 
 
 @needs_proc
 def test_checkpoint_folder_is_not_writable(refusal):
-    assert "cannot be written to /proc/checkpoint" in refusal("-c", "/proc/checkpoint")
+    assert "nothing can be written to /proc/checkpoint" in refusal("-c", "/proc/checkpoint")
     assert start("-c", "/proc/checkpoint", "--interval", 0) == 0  # nothing will be written
 
 
@@ -221,7 +234,7 @@ def test_resume_without_any_checkpoint(refusal, tmp_path):
 @pytest.mark.parametrize("epoch", [4, "latest"])
 def test_resume_beyond_num_epochs(refusal, checkpoint, epoch):
     line = refusal("-c", checkpoint, "-r", epoch, "-n", 3)
-    assert f"--resume {epoch} means epoch 4, which is beyond --num_epochs 3" in line
+    assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
 
 
 @pytest.mark.parametrize("part", train.PARTS)
@@ -239,6 +252,18 @@ def test_truncated_file(refusal, checkpoint, part, keep):
 def test_foreign_file(refusal, checkpoint, part, content):
     replace(checkpoint / f"{part}_4.pth", content)
     assert str(checkpoint / f"{part}_4.pth") in refusal("-c", checkpoint, "-r", 4)
+
+
+@pytest.mark.parametrize("change", [{"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 3}])
+def test_scheduler_file_that_does_not_fit(refusal, checkpoint, change):
+    path = checkpoint / "lr_scheduler_4.pth"
+    replace(path, {**torch.load(path, weights_only=True), **change})
+    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal("-c", checkpoint, "-r", 4)
+
+
+def test_finished_save_that_cannot_be_moved(refusal, checkpoint):
+    (checkpoint / ".saved_5").touch()  # nobody can move files out of a file, not even root
+    assert f"make {checkpoint} writable" in refusal("-c", checkpoint, "-r", "latest")
 
 
 class Trap:
