@@ -71,7 +71,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
     parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="how to train (torch_ddp)")
-    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="from epoch or latest; -1: afresh (-1)")
+    parser.add_argument(
+        "-r", "--resume", type=epoch_or_latest, default=-1, help="epoch to resume from, or 'latest'; -1: afresh (-1)"
+    )
     parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="where to save (./checkpoint)")
     parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: none (5)")
     parser.add_argument("--target_acc", type=float, help="fraction in 0..1; ending below it is a failure (none)")
