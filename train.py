@@ -112,14 +112,19 @@ def check_args(args: argparse.Namespace) -> None:
         except ImportError:
             raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
     if os.environ.get("RANK", "0") == "0":  # only this process writes
-        for option, folder in [("-c", args.interval and args.checkpoint), ("--tensorboard", args.tensorboard)]:
-            try:
-                if folder:
-                    paths = folder.absolute(), *folder.absolute().parents
-                    there = next(path for path in paths if path.exists() or path.is_symlink())
-                    tempfile.TemporaryFile(dir=there).close()
-            except OSError as error:
-                raise UserError(f"nothing can be written to {folder}: {error.strerror}; see {option}") from error
+        if args.interval:
+            check_writable(args.checkpoint, "-c")
+        if args.tensorboard:
+            check_writable(args.tensorboard, "--tensorboard")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise UserError unless files can be made in `folder`, or in as much of its path as there is."""
+    paths = folder.absolute(), *folder.absolute().parents
+    try:
+        tempfile.TemporaryFile(dir=next(path for path in paths if path.exists() or path.is_symlink())).close()
+    except OSError as error:
+        raise UserError(f"nothing can be written to {folder}: {error.strerror}; see {option}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------ launch
@@ -144,6 +149,11 @@ def gather(value: object) -> list:
         if isinstance(given, UserError):
             raise given
     return everywhere
+
+
+def first_reason(reason: str | None) -> str | None:
+    """Of the reasons that processes give for a failure, the first; None if all give None. The same on all of them."""
+    return next(filter(None, gather(reason)), None)
 
 
 def log_setup(args: argparse.Namespace, coordinator: DistCoordinator, images_per_epoch: int) -> None:
@@ -241,10 +251,10 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistC
             optimizer = HybridAdam(model.parameters(), lr=lr)
         except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own kind
             reason = first_line(error)[:200]
-        reasons = list(filter(None, gather(reason)))
-        if not reasons:
+        reason = first_reason(reason)
+        if not reason:
             return optimizer
-        problem = f"HybridAdam's kernels could not be compiled ({reasons[0]})"
+        problem = f"HybridAdam's kernels could not be compiled ({reason})"
         toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
         if plugin == "gemini":
             raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
@@ -344,10 +354,10 @@ def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinat
             capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         except RuntimeError as error:
             reason = first_line(error)
-        reasons = list(filter(None, gather(reason)))
-        if reasons:
+        reason = first_reason(reason)
+        if reason:
             vars(model.unwrap()).pop("forward", None)  # back to the class's own
-            coordinator.print_on_master(f"No CUDA graph, so slower: {reasons[0]}")
+            coordinator.print_on_master(f"No CUDA graph, so slower: {reason}")
     if isinstance(optimizer, LowLevelZeroOptimizer):
         batch_zero_checks(optimizer)
     elif args.plugin != "gemini":
@@ -448,12 +458,11 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
         attempt(torch.save, scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
     if is_master and not reasons:
         attempt(finish_save, aside, epoch)
-    everyones = sum(gather(reasons), [])  # so that no process goes on, or ends the job, before all is written
-    if everyones:
+    reason = first_reason(next(iter(reasons), None))  # no process goes on, or ends the job, before all is written
+    if reason:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(
-            f"epoch {epoch} could not be saved in {folder} ({everyones[0]}): is the disk full? "
-            "older checkpoints are intact"
+            f"epoch {epoch} could not be saved in {folder} ({reason}): is the disk full? older checkpoints are intact"
         )
 
 
@@ -625,7 +634,12 @@ def run() -> None:
             time.sleep(5)  # local rank 0 says the same now and leaves, whereupon the launcher ends this process
         print(f"train.py: error: {error}", file=sys.stderr)
         leave(2)
-    watchdog = threading.Timer(30, leave, (0,))  # all is done and saved: a teardown that hangs must not hold up the job
+    finish()
+
+
+def finish() -> None:
+    """End this process after all is done and saved: a teardown that hangs must not hold up the job."""
+    watchdog = threading.Timer(30, leave, (0,))
     watchdog.daemon = True
     watchdog.start()
     gc.collect()  # frees the CUDA graphs, since NCCL waits for the graphs that its collectives are part of

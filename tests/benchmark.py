@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train  # before all else: it silences colossalai's advice on import
 import torch
-import torch.distributed as dist
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from PIL import Image
@@ -354,6 +353,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # as at the end of train.run
-    dist.destroy_process_group()
-    train.leave(0)
+    train.finish()

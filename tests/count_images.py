@@ -5,11 +5,9 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import eval
@@ -23,13 +21,6 @@ def numbered_images(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(TOTAL, 3, 1, 1, dtype=torch.uint8), torch.arange(TOTAL)
 
 
-def gather(numbers: list[int], world_size: int) -> list[list[int]]:
-    """Each process's `numbers`."""
-    everyones = [None] * world_size
-    dist.all_gather_object(everyones, numbers)
-    return everyones
-
-
 def main() -> None:
     coordinator = train.launch(seed=1)
     world_size = coordinator.world_size
@@ -38,20 +29,18 @@ def main() -> None:
     train.count_correct = lambda state, images, labels, device: counted.extend(labels.tolist()) or len(labels)
     total = train.evaluate({}, *numbered_images(False), coordinator)
     assert total == TOTAL
-    assert sorted(sum(gather(counted, world_size), [])) == list(range(TOTAL))
+    assert sorted(sum(train.gather(counted), [])) == list(range(TOTAL))
 
     eval.synthetic_data = numbered_images
     args = argparse.Namespace(synthetic=True, batch_size=BATCH_SIZE, seed=1)
     loader = train.build_dataloader(args, train.build_booster("torch_ddp").plugin, coordinator)
-    shares = gather([number for _, labels in loader for number in labels.tolist()], world_size)
+    shares = train.gather([number for _, labels in loader for number in labels.tolist()])
     assert {len(share) for share in shares} == {len(loader) * BATCH_SIZE}, "each process makes the same steps"
     assert len(set(sum(shares, []))) > TOTAL - world_size * BATCH_SIZE, "at most one batch per process is lost"
 
     coordinator.print_on_master(f"{world_size} processes evaluated {total} images, once each")
-    # Without Python's lock, which gloo's thread needs to end: destroying the group joins it with the lock held.
-    time.sleep(0.1)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    train.finish()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,23 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run train.py with `args` on `nproc` processes; see `launch_command`, and `run` for `options`."""
     return run(launch_command(nproc, *args, launcher=launcher, launcher_args=launcher_args, script=script), **options)
+
+
+def launch_machines(machines: list[tuple], envs: list[dict], **options) -> list[subprocess.CompletedProcess]:
+    """Run train.py on several machines, one process each: a torchrun agent on this machine stands for each.
+
+    machines: each one's arguments
+    envs: each one's changes to `environment()`
+    options: see `launch`
+    """
+    rendezvous = ("--nnodes", len(machines), "--master_addr", "127.0.0.1", "--master_port", free_port())
+
+    def launch_one(rank: int) -> subprocess.CompletedProcess:
+        agent = (*rendezvous, "--node_rank", rank)
+        return launch(1, *machines[rank], launcher_args=agent, env=envs[rank], **options)
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        return list(pool.map(launch_one, range(len(machines))))
 
 
 def run_eval(*args, **options) -> subprocess.CompletedProcess:

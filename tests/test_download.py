@@ -12,7 +12,7 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from eval import UserError, build_model, fetch_data, load_data
-from helpers import accuracy, error_lines, free_port, launch, run_eval, write_cifar10
+from helpers import accuracy, error_lines, launch, launch_machines, run_eval, write_cifar10
 
 TRAIN = ("--batch_size", 5, "--num_epochs", 1, "--interval", 0)
 
@@ -223,19 +223,9 @@ def test_that_timeout_would_end_a_wait_in_the_default_way(server, scripts, tmp_p
 
 def test_each_machine_downloads_once(server, scripts, tmp_path):
     """Two launchers stand for two machines, each with its own $DATA."""
-    port, results = free_port(), {}
-
-    def machine(rank: int) -> None:
-        env = {**scripts(), "DATA": tmp_path / f"data_{rank}"}
-        rendezvous = ("--nnodes", 2, "--node_rank", rank, "--master_addr", "127.0.0.1", "--master_port", port)
-        results[rank] = launch(1, *TRAIN, launcher_args=rendezvous, env=env, cwd=tmp_path)
-
-    threads = [threading.Thread(target=machine, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [results[rank].returncode for rank in range(2)] == [0, 0], results
+    envs = [{**scripts(), "DATA": tmp_path / f"data_{rank}"} for rank in range(2)]
+    results = launch_machines([TRAIN, TRAIN], envs, cwd=tmp_path)
+    assert [result.returncode for result in results] == [0, 0], results
     assert server.downloads == 2
     for rank in range(2):
         assert (tmp_path / f"data_{rank}" / CIFAR10.base_folder / "test_batch").is_file()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import LAUNCHERS, ROOT, accuracy, environment, error_lines
-from helpers import free_port, launch, launch_command, run, run_eval
+from helpers import ROOT, accuracy, environment, error_lines, launch, launch_command, launch_machines, run, run_eval
 
 EPOCH_LINE = r"Epoch \[(\d)/3\] loss \d\.\d{4}, learning rate 0\.002, [\d,]+ images/s(, test accuracy (\d+\.\d\d)%)?"
 PLANTED = "tests/planted.py"
@@ -114,26 +113,10 @@ def test_gate_without_assertions():
 
 
 def run_two_agents(tmp_path, *arguments) -> list[subprocess.CompletedProcess]:
-    """Train on 64 images with two torchrun agents, as on two machines, each with its own data folder.
-
-    `NODE` in an argument becomes the agent's number.
-    """
-    port, small = free_port(), [PLANTED, "--images", 64, "train.py", "--synthetic", "--batch_size", 32, *arguments]
-    processes = []
-    for node in range(2):
-        agent = ["--nnodes", 2, "--node_rank", node, "--master_addr", "127.0.0.1", "--master_port", port]
-        words = [str(word).replace("NODE", str(node)) for word in (*agent, "--nproc_per_node", 1, *small)]
-        processes += [
-            subprocess.Popen(
-                [LAUNCHERS / "torchrun", *words], cwd=ROOT, env=environment(DATA=tmp_path / f"data{node}"), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, output)
-        for process, output in zip(processes, outputs)
-    ]
+    """Train on 64 images with two agents, each with its own data folder. `NODE` in an argument becomes its number."""
+    small = ["--images", 64, "train.py", "--synthetic", "--batch_size", 32, *arguments]
+    machines = [tuple(str(word).replace("NODE", str(node)) for word in small) for node in range(2)]
+    return launch_machines(machines, [{"DATA": tmp_path / f"data{node}"} for node in range(2)], script=PLANTED)
 
 
 def test_two_agents(tmp_path):
