@@ -656,6 +656,7 @@ def leave(status: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # each line at once, also into a log file or a pipe
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process at once, without a traceback from each
     try:
         run()

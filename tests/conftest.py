@@ -1,4 +1,5 @@
-"""Puts the repository's root, where train.py and eval.py are, and this folder on the import path."""
+"""Puts the repository's root, where train.py and eval.py are, and this folder on the import path, and makes this
+process's environment that in which the tests start programs."""
 
 import os
 import sys
@@ -10,3 +11,9 @@ TESTS = Path(__file__).resolve().parent
 for folder in (TESTS, TESTS.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+from helpers import environment
+
+kept = environment()
+os.environ.clear()
+os.environ.update(kept)

@@ -26,10 +26,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+# What programs need to find themselves, their packages and the GPUs. Everything else of the caller's is left out:
+# PYTHONUNBUFFERED and its like, which users do not set, proxies, a launcher's variables, odd names and values.
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "LD_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "NVSHMEM_")
+
+
 def environment(**changes) -> dict[str, str]:
-    """This process's environment without what a launcher sets, one thread per process, and with `changes`."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DATA")
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    """What a user's shell exports, one thread per process, and `changes`: the same whoever runs the tests."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     path = f"{LAUNCHERS}{os.pathsep}{os.environ.get('PATH', '')}"  # `colossalai run` finds its torchrun there
     return {**kept, "OMP_NUM_THREADS": "1", "PATH": path, **{name: str(value) for name, value in changes.items()}}
 
