@@ -3,88 +3,127 @@
     python eval.py -c ./ckpt-fp32 -e 80        # the checkpoint of epoch 80
     python eval.py -c ./ckpt-fp32 -e latest    # the newest one
 
-It needs torch and torchvision, one device (the GPU if there is one, else the CPU), and CIFAR-10 in $DATA
-(default ./data; downloaded if it is not there). It also owns what training and evaluation must agree on: the data,
-the model, its files, how correct answers are counted, and the line that reports them. train.py imports them from here.
+It needs torch and torchvision, a GPU or the CPU, and CIFAR-10 in $DATA (default ./data; downloaded if it is not there).
+It only reads the checkpoint folder. The file also defines what training and evaluation must agree on.
 """
 
 import argparse
 import fcntl
 import os
 import re
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10
+from torchvision.datasets.utils import check_integrity
 from torchvision.models import resnet18
 
 NUM_CLASSES = 10
 TRAIN_IMAGES, SYNTHETIC_TRAIN_IMAGES = 50_000, 4_000
+DOWNLOAD_TIMEOUT = 30.0  # seconds without a byte; torchvision tries a second time
 
 
 class UserError(Exception):
-    """What only the user can mend. Its one line says what is wrong and what to do; the script then exits with 2."""
+    """A failure that the user can fix. Its one line says what is wrong and what to do."""
+
+    exit_code = 2
 
 
-# ---------------------------------------------------------------------------------------------------------- the data
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0][:200]
+
+
+def print_line(line: str) -> None:
+    """Print at once, also into a log file or a pipe."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # or Python would fail once more when it flushes at exit
+        raise UserError(f"standard output cannot be written: {error.strerror}") from error
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+def expand_path(text: str) -> Path:
+    """A path from the command line or the environment. Shells do not expand ~ in --option=~/x and DATA='~/x'."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{text}: {error}") from error
+
 
 def data_root() -> Path:
     """The folder that holds CIFAR-10: $DATA, or ./data."""
-    return Path(os.environ.get("DATA") or "./data")
+    return expand_path(os.environ.get("DATA") or "./data")
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out that do the same with this folder. The lock ends with the process, however it ends."""
+def lock(folder: Path, wait: bool) -> int:
+    """Lock a folder against others who call this, until the returned descriptor is closed or the process ends.
+
+    Raises BlockingIOError if another process holds the lock and `wait` is false.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if isinstance(error, BlockingIOError):  # any other: a file system without locks, as some network shares are
+            raise
+    return descriptor
+
+
+def find_data_problem(root: Path) -> str | None:
+    """Why CIFAR-10 cannot be read from `root`: the first file that is missing or damaged. None if it can be."""
+    folder = root / CIFAR10.base_folder
+    if not folder.is_dir():
+        return f"there is no {CIFAR10.base_folder} in {root.resolve()}"
+    for name, md5 in [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]:
+        if not check_integrity(folder / name, md5):
+            return f"{folder / name} " + ("has a wrong checksum" if (folder / name).exists() else "is missing")
+    return None
 
 
 def fetch_data() -> None:
     """Download, check and unpack CIFAR-10 into `data_root()`, unless it is there already.
 
-    Processes that share the folder take turns, so that one downloads and the others find the data in place.
+    Processes that share the folder take turns: one downloads, the others find the data in place.
 
     Raises:
-        UserError: it is not there and cannot be had. An archive that was cut short is never used: its checksum fails,
-            and the next call downloads it again.
+        UserError: the data is not there and cannot be downloaded. No new folder is left behind.
     """
     root = data_root()
-    try:
-        CIFAR10(root, train=False)
+    archive = root / CIFAR10.filename
+    if (root / CIFAR10.train_list[0][0]).exists():
+        raise UserError(f"$DATA must be the folder that holds {CIFAR10.base_folder}: DATA={root.resolve().parent}")
+    if not (problem := find_data_problem(root)):
         return
-    except RuntimeError:  # torchvision's answer when a file is missing or its checksum is wrong
-        pass
-    there = root.exists()
+    new_folders = [path for path in (root, *root.parents) if not path.exists()]
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # torchvision's download would wait forever
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root):
+        with ExitStack() as unlock:
+            unlock.callback(os.close, lock(root, wait=True))
+            if find_data_problem(root) and not check_integrity(archive, CIFAR10.tgz_md5):
+                print_line(f"{problem}: downloading {CIFAR10.url} to {archive}")
             CIFAR10(root, train=False, download=True)
-    except Exception as error:  # URLError, a checksum RuntimeError, OSError, EOFError and tarfile's own
-        archive = root / CIFAR10.filename
-        found = f"{archive} is incomplete or damaged" if archive.exists() else f"no CIFAR-10 in {root.resolve()}"
-        if not there:
-            with suppress(OSError):  # it is not empty
-                root.rmdir()
+    except Exception as error:  # URLError, TimeoutError, OSError, EOFError, RuntimeError, and tarfile's own
+        if archive.exists() and not check_integrity(archive, CIFAR10.tgz_md5):
+            problem = f"{archive} is incomplete or damaged"
+        for folder in new_folders:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
         raise UserError(
-            f"{found}, and downloading {CIFAR10.url} failed ({error}). Put {CIFAR10.filename} or the folder "
-            f"{CIFAR10.base_folder} there, point $DATA to where they are, or use --synthetic"
+            f"{problem}, and getting {CIFAR10.url} failed ({first_line(error)}). Put {CIFAR10.filename} or the "
+            f"folder {CIFAR10.base_folder} into {root.resolve()}, point $DATA to where they are, or use --synthetic"
         ) from error
 
 
 def load_data(train: bool, synthetic: bool) -> tuple[Tensor, Tensor]:
-    """Read one split of CIFAR-10, or of the synthetic stand-in, which `fetch_data` has put in place.
+    """Read one split of CIFAR-10, or of the synthetic stand-in. `fetch_data` must have put CIFAR-10 in place.
 
     Returns:
         images: uint8, (N, 3, 32, 32), on the CPU
@@ -99,8 +138,8 @@ def load_data(train: bool, synthetic: bool) -> tuple[Tensor, Tensor]:
 def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
     """Ten classes that a few dozen steps can learn, in CIFAR-10's shape: 4,000 images to train on, 1,000 to test.
 
-    A class is a smooth random pattern, the same when mirrored (training flips images); an image is its class's pattern
-    with much noise. The same numbers on every machine and in every run. Returns what `load_data` returns.
+    An image is much noise on its class's smooth pattern, which is symmetric because training flips images. The same in
+    every run. Returns what `load_data` returns.
     """
     corners = torch.rand(NUM_CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(corners + corners.flip(-1), size=(32, 32), mode="bilinear")
@@ -110,55 +149,37 @@ def synthetic_data(train: bool) -> tuple[Tensor, Tensor]:
     return (127.5 * patterns[labels] + 60 * noise).clamp(0, 255).to(torch.uint8), labels
 
 
-# ------------------------------------------------------------------------------------ the model and its checkpoints
+# -------------------------------------------------------------------------------------- the model and its checkpoints
 
 def build_model() -> nn.Module:
     """torchvision's ResNet-18 for ten classes, randomly initialized: (N, 3, 32, 32) in 0..1 -> (N, 10) logits."""
     return resnet18(num_classes=NUM_CLASSES)
 
 
-def publish(folder: Path) -> None:
-    """Move finished saves to their final names, the model last: only with it a checkpoint counts as saved.
-
-    train.py does so after each save, and every process of both scripts before it looks for checkpoints: whoever comes
-    first completes what a killed run had begun.
-
-    Raises:
-        UserError: that is not allowed here
-    """
-    for finished in folder.glob(".saved_*"):
-        try:
-            for path in sorted(finished.iterdir(), key=lambda path: path.name.startswith("model")):
-                with suppress(FileNotFoundError):
-                    path.replace(folder / path.name)
-            finished.rmdir()
-        except FileNotFoundError:  # another process moves the same files
-            pass
-        except OSError as error:
-            raise UserError(f"{finished} holds a checkpoint to be moved: make {folder} writable") from error
+def find_missing(epoch: int, folder: Path, parts: tuple[str, ...]) -> Path | None:
+    """The first of an epoch's files `{part}_{epoch}.pth` that is missing or empty. None if all are there."""
+    paths = [folder / f"{part}_{epoch}.pth" for part in parts]
+    return next((path for path in paths if not path.is_file() or not path.stat().st_size), None)
 
 
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
-    """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`."""
-    try:
-        names = os.listdir(folder)
-    except OSError:  # it is not there, no folder, or closed to us
-        names = []
-    found = [[re.fullmatch(rf"{part}_(\d+)\.pth", name) for name in names] for part in parts]
-    return sorted(set.intersection(*({int(match[1]) for match in matches if match} for matches in found)))
+    """The epochs, in ascending order, of which `folder` holds a file for each of `parts`."""
+    names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
+    return sorted(int(name[1]) for name in names if name and not find_missing(int(name[1]), folder, parts))
+
+
+def list_epochs(epochs: list[int]) -> str:
+    return f"epochs {', '.join(map(str, epochs))}" if epochs else "none"
 
 
 def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("model",)) -> int:
     """`epoch`, or the newest for `latest`; UserError names a file that is missing, and the epochs that are there."""
     saved = saved_epochs(folder, parts)
-    if epoch == "latest":
-        if not saved:
-            raise UserError(f"there is no checkpoint in {folder}: see -c")
-        return saved[-1]
-    if epoch not in saved:
-        missing = next(part for part in parts if epoch not in saved_epochs(folder, (part,)))
-        there = f"epochs {', '.join(map(str, saved))}" if saved else "none"
-        raise UserError(f"{folder / missing}_{epoch}.pth is missing. Saved in that folder (-c): {there}")
+    if epoch == "latest" and not saved:
+        raise UserError(f"there is no checkpoint in {folder}: see -c")
+    epoch = saved[-1] if epoch == "latest" else epoch
+    if missing := find_missing(epoch, folder, parts):
+        raise UserError(f"{missing} is missing or empty. Saved in that folder (-c): {list_epochs(saved)}")
     return epoch
 
 
@@ -166,56 +187,72 @@ def read_file(path: Path) -> dict:
     """Read a checkpoint file, running none of the code that a pickle may carry.
 
     Raises:
-        UserError: it is truncated, or no checkpoint file at all
+        UserError: it cannot be read, or does not hold a dict; names the other epochs in its folder
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(content, dict):
+            return content
+        problem = f"it holds a {type(content).__name__}"
     except Exception as error:  # OSError, EOFError, UnpicklingError, RuntimeError: each kind of damage has its own
-        raise UserError(f"{path} cannot be read: it is truncated, or not a checkpoint of this example") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a checkpoint of this example: it holds a {type(content).__name__}")
-    return content
+        problem = first_line(error)
+    others = [epoch for epoch in saved_epochs(path.parent) if not path.stem.endswith(f"_{epoch}")]
+    hint = f"Others in that folder: {list_epochs(others)}"
+    raise UserError(f"{path} cannot be read: it is truncated, or not a checkpoint of this example ({problem}). {hint}")
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Read a `model_{epoch}.pth` and check that it fits `build_model()`.
-
-    Raises:
-        UserError: it cannot be read, or it is of another model
-    """
+    """Read a `model_{epoch}.pth`. Raises UserError if it cannot be read, or fails `check_tensors`."""
     state = read_file(path)
     with torch.device("meta"):
         expected = build_model().state_dict()
-    fits = state.keys() == expected.keys() and all(
-        isinstance(state[name], Tensor) and state[name].shape == expected[name].shape for name in expected
-    )
-    if not fits:
-        raise UserError(f"{path} is a checkpoint of another model than ResNet-18 with {NUM_CLASSES} classes")
+    check_tensors(path, f"the plain state dict of ResNet-18 with {NUM_CLASSES} classes", state, expected)
     return state
 
 
 def check_optimizer(path: Path) -> None:
     """Raise UserError unless an `optimizer_{epoch}.pth` holds Adam's state of each of `build_model()`'s parameters.
 
-    ColossalAI would load one that lacks some without a word.
+    ColossalAI silently loads one that lacks some.
     """
-    content = read_file(path)
+    content, moments = read_file(path), ("exp_avg", "exp_avg_sq")
     with torch.device("meta"):
-        shapes = [param.shape for param in build_model().parameters()]
+        params = dict(enumerate(build_model().parameters()))
     try:
-        [group], state = content["param_groups"], content["state"]
-        whole = group["lr"] > 0 and len(group["params"]) == len(shapes) and all(
-            state[index][moment].shape == shape and state[index]["step"] > 0
-            for index, shape in enumerate(shapes)
-            for moment in ("exp_avg", "exp_avg_sq")
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):  # it is something else, or some of it is missing
-        whole = False
-    if not whole:
-        raise UserError(f"{path} does not hold Adam's state of all {len(shapes)} parameters of ResNet-18")
+        states, [group] = content["state"], content["param_groups"]
+        positive = (group["lr"], *(states[i]["step"] for i in params))
+        complete = len(group["params"]) == len(params) and all(0 < value < float("inf") for value in positive)
+        found = {f"{name} of parameter {i}": states[i][name] for i in states for name in moments}
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # something else, or some of it is missing
+        complete, found = False, {}
+    if not complete:
+        raise UserError(f"{path} does not hold Adam's state of all {len(params)} parameters of ResNet-18")
+    expected = {f"{name} of parameter {i}": params[i] for i in params for name in moments}
+    check_tensors(path, "Adam's state of ResNet-18", found, expected)
 
 
-# ------------------------------------------------------------------------------------------------------ the accuracy
+def check_tensors(path: Path, what: str, found: dict, expected: dict[str, Tensor]) -> None:
+    """Raise UserError, with the first entry that differs, unless `found` has the names, shapes and kinds of `expected`.
+
+    Any floating type may stand for another. Values must be finite, which they are not after a run that diverged.
+    """
+    for name in [*expected, *found]:
+        value, like = found.get(name), expected.get(name)
+        if not isinstance(value, Tensor) or like is None:
+            lacks = f"it lacks the tensor {name}, and begins with {next(iter(found), 'nothing')}"
+            problem = f"it has {name}" if like is None else lacks
+        elif (value.shape, value.layout, value.device.type) != (like.shape, like.layout, "cpu"):
+            problem = f"{name} is {tuple(value.shape)}, {value.layout}, on {value.device}, not {tuple(like.shape)}"
+        elif value.is_complex() or value.is_floating_point() != like.is_floating_point():
+            problem = f"{name} is {value.dtype}, not {like.dtype}"
+        elif not value.float().isfinite().all():
+            problem = f"{name} is not finite: the run that saved it had diverged"
+        else:
+            continue
+        raise UserError(f"{path} is not {what}: {problem}")
+
+
+# ----------------------------------------------------------------------------------------------------------- accuracy
 
 def to_float(images: Tensor) -> Tensor:
     """uint8 images in 0..255 -> float32 in 0..1, as torchvision's ToTensor does."""
@@ -225,8 +262,10 @@ def to_float(images: Tensor) -> Tensor:
 @torch.no_grad()
 def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, device: torch.device) -> int:
     """How many of `images` (uint8, (N, 3, 32, 32)) a ResNet-18 with the weights `state` classifies as `labels` (N,)."""
-    model = build_model().to(device).eval()
-    model.load_state_dict(state)
+    with torch.device("meta"):  # no memory and no time for weights that are replaced
+        model = build_model()
+    model.load_state_dict(state, assign=True)
+    model.to(device).float().eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     # in full fp32, since TF32 could change an answer with the size of the batch that an image is in
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
@@ -240,20 +279,17 @@ def accuracy_line(correct: int, total: int) -> str:
     return f"Accuracy of the model on the test images: {100 * correct / total:.2f} %"
 
 
-# -------------------------------------------------------------------------------------------------------- the script
+# --------------------------------------------------------------------------------------------------------- the script
 
 def epoch_or_latest(text: str) -> int | str:
     """argparse type: an epoch number, or the word `latest`."""
-    if text == "latest":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an epoch number nor 'latest'") from None
+    if not re.fullmatch(r"latest|-?\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an epoch number nor 'latest'")
+    return text if text == "latest" else int(text)
 
 
-def raise_user_error(message: str) -> NoReturn:
-    """For `parser.error`: argparse itself would add its usage, and under a launcher every process would print both."""
+def raise_user_error(message: str) -> None:
+    """For `parser.error`: argparse itself would print its usage too, in every process."""
     raise UserError(message)
 
 
@@ -261,20 +297,19 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Print the test accuracy of a checkpoint that train.py saved.")
     parser.error = raise_user_error
     parser.add_argument("-e", "--epoch", type=epoch_or_latest, default=80, help="epoch number, or 'latest' (80)")
-    parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="its folder (./checkpoint)")
+    parser.add_argument("-c", "--checkpoint", type=expand_path, default="./checkpoint", help="folder (./checkpoint)")
     parser.add_argument("--synthetic", action="store_true", help="on the generated set that --synthetic trains on")
     return parser
 
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    publish(args.checkpoint)
     state = read_model(args.checkpoint / f"model_{require_epoch(args.epoch, args.checkpoint)}.pth")
     if not args.synthetic:
         fetch_data()
     images, labels = load_data(train=False, synthetic=args.synthetic)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(accuracy_line(count_correct(state, images, labels, device), len(labels)))
+    print_line(accuracy_line(count_correct(state, images, labels, device), len(labels)))
 
 
 if __name__ == "__main__":
@@ -282,4 +317,4 @@ if __name__ == "__main__":
         main()
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)

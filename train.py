@@ -4,46 +4,45 @@ Without a GPU, two processes on a small generated set:
     colossalai run --nproc_per_node 2 train.py -c ./ckpt-synthetic --synthetic -n 3
 One GPU:
     python train.py -c ./ckpt-fp32
-Two GPUs, with a plugin of your choice, going on from the newest checkpoint if there is one:
+Two GPUs, with a plugin of your choice, resuming from the newest checkpoint if there is one:
     colossalai run --nproc_per_node 2 train.py -c ./ckpt-gemini -p gemini -r latest
-Two machines with eight GPUs each (the same on both, but for --node_rank):
+Two machines with eight GPUs each (the same command on both, except for --node_rank):
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /nfs/ckpt
 
-The file reads as the run goes, and `main` at its end is the list: arguments, launch, data, boost, resume, epochs, gate.
+To learn the Booster, read up to `main`, the overview. What follows it can be skipped: what keeps runs safe, and the
+workarounds that make ColossalAI 0.5.0 bit-exact on resume, and fast.
 """
 
 import argparse
 import copy
+import errno
+import functools
 import gc
 import os
 import random
-import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
-warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch on streams, while a graph is captured
+warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, on streams in a graph's capture
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
@@ -56,215 +55,163 @@ from colossalai.utils import get_current_device
 from colossalai.zero import GeminiDDP, LowLevelZeroOptimizer
 
 from eval import SYNTHETIC_TRAIN_IMAGES, TRAIN_IMAGES, UserError, accuracy_line, build_model, check_optimizer
-from eval import count_correct, epoch_or_latest, fetch_data, load_data, publish, raise_user_error, read_file, read_model
-from eval import require_epoch, saved_epochs, to_float
+from eval import count_correct, epoch_or_latest, expand_path, fetch_data, first_line, list_epochs, load_data, lock
+from eval import print_line, raise_user_error, read_file, read_model, require_epoch, saved_epochs, to_float
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth,
 SCALER = "grad_scaler"  # and grad_scaler_{epoch}.pth where the plugin scales the loss
-COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradScaler
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-# --------------------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------------------------- arguments
 
 def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
-    parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="how to train (torch_ddp)")
-    parser.add_argument(
-        "-r", "--resume", type=epoch_or_latest, default=-1, help="epoch to resume from, or 'latest'; -1: afresh (-1)"
-    )
-    parser.add_argument("-c", "--checkpoint", type=Path, default="./checkpoint", help="where to save (./checkpoint)")
+    parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="Booster plugin (torch_ddp)")
+    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="epoch, or 'latest'; -1: afresh (-1)")
+    parser.add_argument("-c", "--checkpoint", type=expand_path, default="./checkpoint", help="folder (./checkpoint)")
     parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: none (5)")
-    parser.add_argument("--target_acc", type=float, help="fraction in 0..1; ending below it is a failure (none)")
+    parser.add_argument("--target_acc", type=float, help="fraction in 0..1; fail below it (none)")
     parser.add_argument("-n", "--num_epochs", type=int, default=80, help="total epochs (80)")
     parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate per process, see README (1e-3)")
-    parser.add_argument("--seed", type=int, default=42, help="weights, order and augmentation follow from it (42)")
+    parser.add_argument("--seed", type=int, default=42, help="of weights, order and augmentation (42)")
     parser.add_argument("--synthetic", action="store_true", help="a small generated set instead of CIFAR-10")
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write curves there, for TensorBoard")
+    parser.add_argument("--tensorboard", type=expand_path, metavar="DIR", help="also log there for TensorBoard")
     return parser
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Raise UserError for what is known to fail before any work is done; touch nothing."""
-    on_cpu, launched = get_accelerator().name == "cpu", os.environ if "LOCAL_RANK" in os.environ else {}
-    processes, world_size = (int(launched.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    """Raise UserError for arguments that cannot work, before any process connects; touch nothing."""
+    on_cpu = get_accelerator().name == "cpu"
+    processes, world_size = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     gpus = processes if on_cpu else get_accelerator().device_count()
     share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // world_size
-    not_here = f"-p {args.plugin} needs a GPU, since ColossalAI runs it on CUDA and NPU only; use -p torch_ddp here"
     for wrong, message in [
         (args.interval < 0, "--interval must be 0 or more"),
         (args.num_epochs < 1, "--num_epochs must be 1 or more"),
-        (not 1 <= args.batch_size <= share, f"--batch_size must be in 1..{share}, a process's share of the images"),
+        (args.batch_size < 2, "--batch_size must be 2 or more: BatchNorm cannot train on one image"),
+        (args.batch_size > share, f"--batch_size must be {share} or less, a process's share of the images"),
         (not 0 < args.lr < float("inf"), "--lr must be a number above 0"),
         (not 0 <= args.seed < 2**32, "--seed must be in 0..2**32-1"),
         (args.target_acc is not None and not 0 <= args.target_acc <= 1, "--target_acc is a fraction in 0..1: 0.84"),
         (args.resume not in ("latest", -1) and args.resume < 1, "--resume takes an epoch from 1 on, latest, or -1"),
-        (on_cpu and args.plugin != "torch_ddp", not_here),
+        (on_cpu and args.plugin != "torch_ddp", f"-p {args.plugin} runs on CUDA and NPU only; use -p torch_ddp here"),
         (processes > gpus, f"{processes} processes but {gpus} GPUs on this machine: start at most one per GPU"),
     ]:
         if wrong:
             raise UserError(message)
-    if args.tensorboard:
-        try:
-            import torch.utils.tensorboard
-        except ImportError:
-            raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-    if os.environ.get("RANK", "0") == "0":  # only this process writes
-        if args.interval:
-            check_writable(args.checkpoint, "-c")
-        if args.tensorboard:
-            check_writable(args.tensorboard, "--tensorboard")
 
 
-def check_writable(folder: Path, option: str) -> None:
-    """Raise UserError unless files can be made in `folder`, or in as much of its path as there is."""
-    paths = folder.absolute(), *folder.absolute().parents
-    try:
-        tempfile.TemporaryFile(dir=next(path for path in paths if path.exists() or path.is_symlink())).close()
-    except OSError as error:
-        raise UserError(f"nothing can be written to {folder}: {error.strerror}; see {option}") from error
-
-
-# ------------------------------------------------------------------------------------------------------------ launch
+# ---------------------------------------------------------------------------------------------------------- processes
 
 def launch(seed: int) -> DistCoordinator:
-    """Join the processes that the launcher started, or be the only one where there is no launcher."""
-    if "LOCAL_RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    colossalai.launch_from_torch(seed=seed, verbose=False)
+    """Join the processes that the launcher started, or run alone without one."""
+    if not os.environ.get("LOCAL_RANK"):
+        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(get_free_port()))))
+    try:
+        colossalai.launch_from_torch(seed=seed, verbose=False)
+        dist.all_reduce(torch.zeros((), device=get_current_device()))  # connects NCCL now, not in the first step,
+        agreement_group()  # and gloo
+    except (OSError, RuntimeError, ValueError) as error:
+        network = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        raise UserError(f"the processes cannot connect ({first_line(error)}): check {network}") from error
     torch.backends.cudnn.deterministic = True  # or a resumed run would not repeat the uninterrupted one
     return DistCoordinator()
 
 
+@functools.cache
+def agreement_group() -> dist.ProcessGroup:
+    """A gloo group with a long timeout: one process may download or compile for longer than NCCL waits."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
 def gather(value: object) -> list:
-    """Each process's `value`. A UserError among them is raised on all processes."""
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, value)
-    for given in everywhere:
-        if isinstance(given, UserError):
-            raise given
-    return everywhere
+    """Each process's `value`, on every process, in the order of their ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=agreement_group())
+    return values
 
 
-def first_reason(reason: str | None) -> str | None:
-    """Of the reasons that processes give for a failure, the first; None if all give None. The same on all of them."""
-    return next(filter(None, gather(reason)), None)
+@contextmanager
+def agreement() -> Iterator[None]:
+    """Turn any process's error in this block into the same UserError on all.
 
-
-def log_setup(args: argparse.Namespace, coordinator: DistCoordinator, images_per_epoch: int) -> None:
-    world, device = coordinator.world_size, get_current_device()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    coordinator.print_on_master(
-        f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
-        f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
-        f"{world * args.lr:g}, {images_per_epoch:,} images per epoch, seed {args.seed}, "
-        f"colossalai {colossalai.__version__}, torch {torch.__version__}"
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- data
-
-def fetch_data_once_per_machine(coordinator: DistCoordinator) -> None:
-    """The first process of each machine fetches CIFAR-10, while the others wait for as long as that takes."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    if coordinator.local_rank == 0:
-        fetch_data()
+    Every process must run the block, and none leaves it before all are done.
+    """
+    failure = None
     try:
-        dist.barrier(patient)
-    except RuntimeError:  # the processes of the machine where it failed do not get as far as saying this
-        raise UserError("another machine failed while CIFAR-10 was fetched, and its log says why") from None
+        yield
+    except (OSError, RuntimeError, UserError) as error:  # any other is a bug, and ends the run with a traceback
+        failure = error if isinstance(error, UserError) else UserError(first_line(error))
+    failures = list(filter(None, gather(failure)))
+    if failures:
+        raise failures[0]
 
 
-def build_dataloader(args: argparse.Namespace, plugin: Plugin, coordinator: DistCoordinator) -> DataLoader:
-    """Batches of (uint8 images, labels) for this process, from the device itself where the data set fits there."""
+def print_on_master(line: str) -> None:
+    if dist.get_rank() == 0:
+        print_line(line)
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+class TrainingData(NamedTuple):
+    """The training set, on the device if it fits there, and a loader that tells which images this process takes."""
+
+    images: Tensor  # uint8, (N, 3, 32, 32)
+    labels: Tensor  # int64, (N,)
+    loader: DataLoader  # of indices
+
+
+def prepare_data(args: argparse.Namespace, plugin: Plugin) -> TrainingData:
     images, labels = load_data(train=True, synthetic=args.synthetic)
+    loader = plugin.prepare_dataloader(range(len(images)), args.batch_size, shuffle=True, drop_last=True)
+    loader.sampler.seed = derive_seed(args.seed)  # prepare_dataloader's seed reaches only workers
     device = get_current_device()
-    if device.type != "cuda" or 2 * images.nbytes < torch.cuda.mem_get_info()[0]:
-        images, labels = images.to(device), labels.to(device)
-    else:
-        coordinator.print_on_master("The images do not fit on the device: batches come from the host, slower")
-
-    def take(batch: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(batch).to(images.device, non_blocking=True)
-        return images[index], labels[index]
-
-    numbers = range(len(images))  # the loader deals these out; no image is touched before `take` makes a whole batch
-    loader = plugin.prepare_dataloader(numbers, args.batch_size, shuffle=True, drop_last=True, collate_fn=take)
-    loader.sampler.seed = draw_seed(args.seed)  # prepare_dataloader gives its seed to worker processes only
-    return loader
+    if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # an epoch's copy must fit as well
+        device = "cpu"
+        print_on_master("The images do not fit on the GPU: they stay in host memory, slower")
+    return TrainingData(images.to(device), labels.to(device), loader)
 
 
-def draw_seed(*numbers: int) -> int:
-    """A seed of 31 bits that follows from all the numbers: on a CPU, torch's generators look at no more than 32."""
+def derive_seed(*numbers: int) -> int:
+    """A 31-bit seed derived from all the numbers. torch's CPU generators use no more than 32 bits."""
     return random.Random(str(numbers)).getrandbits(31)
 
 
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Pad(4), RandomHorizontalFlip, RandomCrop(32) and ToTensor, drawn for each image by itself.
+def epoch_batches(data: TrainingData, epoch: int, seed: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """This process's batches of (uint8 images, labels), augmented at once, which is faster than batch by batch."""
+    data.loader.sampler.set_epoch(epoch)
+    index = torch.tensor(list(data.loader.sampler), device=data.images.device)
+    images = augment(data.images[index], torch.Generator().manual_seed(derive_seed(seed, epoch, rank)))
+    batch_size = data.loader.batch_size
+    return list(zip(images.split(batch_size), data.labels[index].split(batch_size)))[: len(data.loader)]
 
-    uint8 images (N, 3, 32, 32) -> float32 in 0..1 of the same shape. The generator is of the images' device.
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """What torchvision's Pad(4), RandomHorizontalFlip and RandomCrop(32) do, drawn per image.
+
+    uint8 images (N, 3, 32, 32) -> the same shape and type. The generator is on the CPU, wherever the images are.
     """
-    n, device = len(images), images.device
-    flip = torch.rand(n, generator=generator, device=device) < 0.5
-    top, left = torch.randint(9, (2, n), generator=generator, device=device)
-    return to_float(flip_and_crop(images, flip, top, left))
+    flip = torch.rand(len(images), generator=generator) < 0.5
+    top, left = torch.randint(9, (2, len(images)), generator=generator)
+    draws = (tensor.to(images.device) for tensor in (flip, top, left))
+    chunks = zip(*(tensor.split(5000) for tensor in (images, *draws)))  # to save memory
+    return torch.cat([flip_and_crop(*chunk) for chunk in chunks])
 
 
 def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Pad (N, 3, 32, 32) by 4, mirror where `flip` (N,), and cut 32 x 32 out at `top`, `left` in 0..8 (each (N,))."""
-    rows = top[:, None] + torch.arange(32, device=images.device)
-    columns = left[:, None] + torch.arange(32, device=images.device)
-    columns = torch.where(flip[:, None], 39 - columns, columns)
-    index = (40 * rows[:, :, None] + columns[:, None, :]).view(-1, 1, 32 * 32)
-    padded = F.pad(images, (4, 4, 4, 4)).view(-1, 3, 40 * 40)
-    return padded.gather(2, index.expand(-1, 3, -1)).view_as(images)
+    """Pad (N, 3, 32, 32) by 4, mirror where `flip` (N,), and crop 32 x 32 at `top`, `left` in 0..8 (each (N,))."""
+    windows = nn.functional.pad(images, (4, 4, 4, 4)).unfold(2, 32, 1).unfold(3, 32, 1)  # (N, 3, 9, 9, 32, 32), a view
+    left = torch.where(flip, 8 - left, left)  # where the mirrored image's window is in the image itself
+    crops = windows[torch.arange(len(images), device=images.device), :, top, left]
+    return torch.where(flip[:, None, None, None], crops.flip(3), crops)
 
 
-# -------------------------------------------------------------- plugin, model, optimizer, scheduler, and boosting them
-
-class CpuDDPPlugin(TorchDDPPlugin):
-    """TorchDDPPlugin without its SyncBatchNorm, which torch has for GPUs only."""
-
-    def configure(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
-        return TorchDDPModel(model, **self.ddp_kwargs), OptimizerWrapper(optimizer), criterion, dataloader, lr_scheduler
-
-
-def build_booster(name: str) -> Booster:
-    """The Booster for a plugin's name. Its plugin is at `booster.plugin`."""
-    if name in ("torch_ddp", "torch_ddp_fp16"):
-        plugin = CpuDDPPlugin() if get_accelerator().name == "cpu" else TorchDDPPlugin()
-        return Booster(plugin=plugin, mixed_precision="fp16" if name == "torch_ddp_fp16" else None)
-    plugin_class = LowLevelZeroPlugin if name == "low_level_zero" else GeminiPlugin
-    return Booster(plugin=plugin_class(initial_scale=2**5))
-
-
-def build_optimizer(model: nn.Module, plugin: str, lr: float, coordinator: DistCoordinator) -> torch.optim.Optimizer:
-    """HybridAdam, or AdamW, the same update at weight decay 0, where a process cannot compile HybridAdam's kernels."""
-    if get_accelerator().name != "cpu":
-        reason = None
-        try:
-            optimizer = HybridAdam(model.parameters(), lr=lr)
-        except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own kind
-            reason = first_line(error)[:200]
-        reason = first_reason(reason)
-        if not reason:
-            return optimizer
-        problem = f"HybridAdam's kernels could not be compiled ({reason})"
-        toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
-        if plugin == "gemini":
-            raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
-        coordinator.print_on_master(f"{problem}: AdamW instead, the same update, slower; or {toolkit}")
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
+# ----------------------------------------------------------------------------------- booster, optimizer, and training
 
 class Boosted(NamedTuple):
     """What `booster.boost` returned, and the booster."""
@@ -276,104 +223,301 @@ class Boosted(NamedTuple):
     lr_scheduler: LRScheduler
 
 
-@contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore BatchNorm's statistics afterwards."""
-    kept = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(model.buffers(), kept):
-            buffer.copy_(value)
-
-
-def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
-    """Let the boosted model replay its forward and backward passes as CUDA graphs.
-
-    At this model's size a step is bound by launching small kernels, and in gemini by hooks around each operator; a
-    graph is one launch, and one operator. Its gradients reach the plugins as any other operator's.
-    """
-    module = model.unwrap()
-    plain = copy.copy(module)  # with the same layers; its forward stays as it is
-    names, params = zip(*module.named_parameters())
-    if isinstance(model, GeminiDDP) and not all(c.keep_gathered for c in model.chunk_manager.get_chunks(params)):
-        raise RuntimeError("gemini moves the parameters of a model as large as this one")
-    # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks.
-    aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
-    sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
-
-    def eager(images: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(plain, dict(zip(names, weights)), (images,))
-
-    # autocast's cache would keep what the warm-up cast, and the graph never cast again
-    with unchanged_buffers(module), get_accelerator().autocast(enabled=autocast, cache_enabled=False):
-        graphed = torch.cuda.make_graphed_callables(eager, (sample, *aliases))
-
-    def replay(images: Tensor) -> Tensor:
-        if not module.training or images.shape != sample.shape:
-            return plain(images)
-        if has_torch_function(params):  # gemini's parameters, which run its hooks before and after an operator
-            return handle_torch_function(graphed, params, images, *params)
-        return graphed(images, *params)
-
-    module.forward = replay
-
-
-def batch_zero_checks(optimizer: LowLevelZeroOptimizer) -> None:
-    """Let LowLevelZeroOptimizer.step check all gradients at once, not each of the 62 with a wait for the device."""
-
-    def check_local_overflow() -> bool:
-        grads = [grad.flatten() for grad in optimizer.get_working_grads_by_group_id(0)]
-        return not bool(torch.cat(grads).isfinite().all())
-
-    optimizer.mixed_precision_mixin.check_local_overflow = check_local_overflow
-    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0  # as slow, and read for clipping only, which is off
-
-
-def settle_ddp_buckets(model: ModelWrapper, optimizer: OptimizerWrapper, batch_size: int) -> None:
-    """Run a step that changes nothing, since DDP lays its buckets anew after the first.
-
-    With three processes or more their layout decides in which order gradients are summed, so that the first step of a
-    resumed run would differ from the uninterrupted one.
-    """
-    with unchanged_buffers(model):
-        model(torch.zeros(batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
-    optimizer.zero_grad()
+def build_booster(name: str) -> Booster:
+    """The Booster for a plugin's name. Its plugin is at `booster.plugin`."""
+    if name == "low_level_zero":  # the whole model fits into one bucket, so there is nothing to overlap
+        return Booster(plugin=LowLevelZeroPlugin(initial_scale=2**5, overlap_communication=False))
+    if name == "gemini":  # the same: it fits into one chunk
+        return Booster(plugin=GeminiPlugin(initial_scale=2**5, enable_async_reduce=False))
+    ddp_plugin = CpuDDPPlugin if get_accelerator().name == "cpu" else TorchDDPPlugin
+    # No broadcast: SyncBatchNorm keeps the buffers equal, and where there is none, average_buffers does
+    plugin = ddp_plugin(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Booster(plugin=plugin, mixed_precision="fp16" if name == "torch_ddp_fp16" else None)
 
 
 def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinator) -> Boosted:
     model = build_model().to(get_current_device())
-    optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size, coordinator)
+    optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size)  # HybridAdam, where it compiles
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
     model, optimizer, criterion, _, lr_scheduler = booster.boost(
         model, optimizer, criterion=nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler
     )
-    if get_accelerator().name == "cuda":
-        reason = None
-        try:
-            capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
-        except RuntimeError as error:
-            reason = first_line(error)
-        reason = first_reason(reason)
-        if reason:
-            vars(model.unwrap()).pop("forward", None)  # back to the class's own
-            coordinator.print_on_master(f"No CUDA graph, so slower: {reason}")
-    if isinstance(optimizer, LowLevelZeroOptimizer):
-        batch_zero_checks(optimizer)
-    elif args.plugin != "gemini":
-        settle_ddp_buckets(model, optimizer, args.batch_size)
     return Boosted(booster, model, optimizer, criterion, lr_scheduler)
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
+def train_one_epoch(epoch: int, seed: int, data: TrainingData, boosted: Boosted, coordinator: DistCoordinator) -> dict:
+    """Train for an epoch, whose order and augmentation depend on seed, epoch and rank. Returns what `report` prints."""
+    booster, model, optimizer, criterion, _ = boosted
+    start, device = time.time(), get_current_device()
+    batches = epoch_batches(data, epoch, seed, coordinator.rank)
+    loss_sum = torch.zeros((), device=device)
+    model.train()
+    for images, labels in show_progress(batches, epoch, coordinator):
+        loss = criterion(model(to_float(images.to(device))), labels.to(device))
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_sum += loss.detach()  # on the device: this loop does not wait for it
+    average_buffers(model.unwrap())
+    dist.all_reduce(loss_sum)
+    steps, learning_rate = len(batches) * coordinator.world_size, optimizer.param_groups[0]["lr"]
+    mean_loss = loss_sum.item() / steps  # waits for the device, so that the time is right
+    speed = steps * data.loader.batch_size / (time.time() - start)
+    return {"loss": mean_loss, "learning_rate": learning_rate, "images_per_second": speed}
+
+
+def evaluate(boosted: Boosted, images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> int:
+    """How many of `images` the fp32 weights that a checkpoint holds classify right: what eval.py will find, too."""
+    share, device = slice(coordinator.rank, None, coordinator.world_size), get_current_device()
+    with full_precision(boosted) as state:
+        correct = torch.tensor(count_correct(state, images[share], labels[share], device), device=device)
+    dist.all_reduce(correct)
+    return int(correct)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+def find_checkpoint(args: argparse.Namespace) -> int:
+    """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
+    folder = args.checkpoint
+    if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
+        return 0
+    epoch = require_epoch(args.resume, folder, PARTS)
+    if epoch > args.num_epochs:
+        raise UserError(f"--resume {args.resume} means epoch {epoch}, beyond --num_epochs {args.num_epochs}: raise -n")
+    read_model(folder / f"model_{epoch}.pth")
+    check_optimizer(folder / f"optimizer_{epoch}.pth")
+    match read_file(folder / f"lr_scheduler_{epoch}.pth"):
+        case {"last_epoch": last_epoch, "base_lrs": [float(lr)]} if last_epoch == epoch and 0 < lr < float("inf"):
+            return epoch
+    raise UserError(f"{folder}/lr_scheduler_{epoch}.pth is not the MultiStepLR state of epoch {epoch}")
+
+
+def agree_on_start(args: argparse.Namespace, coordinator: DistCoordinator) -> int:
+    """The epoch to resume from, 0 to start afresh, the same on all processes. The master locks the folder."""
+    with agreement():
+        epoch = find_checkpoint(args)
+        if coordinator.is_master() and args.interval:
+            claim(args.checkpoint)
+    if len(set(gather(epoch))) > 1:
+        raise UserError(f"machines see different checkpoints in {args.checkpoint} (-c): they must share that folder")
+    later = [saved for saved in saved_epochs(args.checkpoint, PARTS) if saved > epoch]
+    if later:
+        print_on_master(f"{args.checkpoint} holds later {list_epochs(later)}: -r latest would resume from {later[-1]}")
+    return epoch
+
+
+def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
+    """Load the checkpoint of `epoch`, unless that is 0, saved by any plugin and any number of processes."""
+    if epoch == 0:
+        if args.resume == "latest":
+            print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
+        return
+    booster, model, optimizer, _, lr_scheduler = boosted
+    folder, settings = args.checkpoint, dict(optimizer.param_groups[0])
+    with full_precision(boosted):
+        booster.load_model(model, f"{folder}/model_{epoch}.pth")
+    load_optimizer(boosted, folder / f"optimizer_{epoch}.pth")
+    booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
+    load_scaler(find_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth")
+    print_on_master(f"Resuming after epoch {epoch}, from {folder}")
+    adapt_settings(optimizer, settings, lr_scheduler, args.lr * coordinator.world_size)
+
+
+def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
+    """Save all parts of a checkpoint. It exists as soon as its model file does, which gets its name last.
+
+    Every process must call save_optimizer and save_model, since some plugins gather in them; the master alone writes.
+    """
+    booster, model, optimizer, _, lr_scheduler = boosted
+    model_file, *others = (folder / f"{part}_{epoch}.pth" for part in (*PARTS, SCALER))
+    unfinished, is_master = folder / f".model_{epoch}.pth", coordinator.is_master()
+    with full_precision(boosted) as state:
+        with saving(folder, epoch):
+            check_finite(folder, epoch, *state.values(), *moments(optimizer))
+            if is_master:
+                remove_checkpoint(folder, epoch)  # the files of two runs must not mix
+        with saving(folder, epoch):
+            booster.save_optimizer(optimizer, str(others[0]))
+        with saving(folder, epoch):
+            booster.save_model(model, str(unfinished))
+            booster.save_lr_scheduler(lr_scheduler, str(others[1]))
+            if is_master and (scaler := find_scaler(optimizer)):
+                torch.save(scaler_state(scaler), others[2])
+            if is_master:
+                flush_to_disk(unfinished, *filter(Path.exists, others), folder)
+                unfinished.rename(model_file)
+                flush_to_disk(folder)
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+def log_setup(args: argparse.Namespace, data: TrainingData) -> None:
+    world, device = dist.get_world_size(), get_current_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print_on_master(
+        f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
+        f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
+        f"{world * args.lr:g}, {len(data.loader) * args.batch_size * world:,} images per epoch, seed {args.seed}, "
+        f"colossalai {colossalai.__version__}, torch {torch.__version__}"
+    )
+
+
+def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None) -> None:
+    """Print the epoch's line, and write its values for TensorBoard."""
+    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
+    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
+    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+
+
+def main() -> None:
+    args = get_args_parser().parse_args()
+    check_environment()
+    check_args(args)
+
+    coordinator = launch(args.seed)
+    start_epoch = agree_on_start(args, coordinator)
+    with agreement():  # one process of each machine downloads, and the others wait
+        if coordinator.is_node_master() and not args.synthetic:
+            fetch_data()
+    booster = build_booster(args.plugin)
+    data = prepare_data(args, booster.plugin)
+    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
+    log_setup(args, data)
+
+    boosted = boost(args, booster, coordinator)
+    speed_up(args, boosted)
+    settle_ddp_buckets(args, boosted)
+    resume(args, start_epoch, boosted, coordinator)
+    writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
+
+    correct = None
+    for epoch in range(start_epoch + 1, args.num_epochs + 1):
+        values = train_one_epoch(epoch, args.seed, data, boosted, coordinator)
+        check_finite(args.checkpoint, epoch, values["loss"])
+        boosted.lr_scheduler.step()
+        is_due = epoch == args.num_epochs or (args.interval and epoch % args.interval == 0)
+        if is_due:
+            correct = evaluate(boosted, test_images, test_labels, coordinator)
+            values["accuracy"] = correct / len(test_labels)
+        report(epoch, args.num_epochs, values, writer)
+        if is_due and args.interval:
+            save_checkpoint(args.checkpoint, epoch, boosted, coordinator)
+
+    if correct is None:  # nothing was left to train
+        correct = evaluate(boosted, test_images, test_labels, coordinator)
+    print_on_master(accuracy_line(correct, len(test_labels)))
+    if args.target_acc is not None and correct / len(test_labels) < args.target_acc:
+        raise RunFailed(f"test accuracy {correct / len(test_labels):.4f} is below --target_acc {args.target_acc}")
+
+
+# ====================================================================================================================
+# The example ends here. What follows keeps runs safe, and works around ColossalAI 0.5.0 to make it bit-exact on resume,
+# and fast. Each workaround names the library's behavior, and what goes wrong without it.
+# ====================================================================================================================
+
+
+# -------------------------------------------------------------------------------------------------------- environment
+
+def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
+    """The master's SummaryWriter, where one is asked for."""
+    with agreement():
+        if folder and coordinator.is_master():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+                return SummaryWriter(folder, purge_step=start_epoch + 1)
+            except ImportError:
+                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
+            except OSError as error:
+                raise UserError(f"--tensorboard: {error}") from error
+
+
+def check_environment() -> None:
+    """Raise UserError where launch_from_torch would fail, or several tasks would each start their own run.
+
+    Also for a torch that ColossalAI allows, but that refuses to read what save_lr_scheduler writes.
+    """
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 4):  # refuses MultiStepLR's Counter
+        raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
+    start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
+    if any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:3]):
+        for name in LAUNCHER_VARIABLES:
+            value = os.environ.get(name, "")
+            if not (value.isdigit() or value and name == "MASTER_ADDR"):
+                raise UserError(f"{name} is {value!r}, so the launcher's environment is incomplete: {start}")
+        return
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun, Open MPI, MPICH and Intel MPI
+        if os.environ.get(name, "1") != "1":
+            raise UserError(f"{name} is {os.environ[name]}, but these tasks would not work together: {start}")
+
+
+def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Optimizer:
+    """HybridAdam, or AdamW, the same update at weight decay 0, where a process cannot compile HybridAdam's kernels."""
+    if get_accelerator().name != "cpu":
+        try:
+            with agreement():
+                try:
+                    return HybridAdam(model.parameters(), lr=lr)
+                except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own
+                    raise UserError(first_line(error)) from error
+        except UserError as reason:
+            problem = f"HybridAdam's kernels could not be compiled ({reason})"
+        toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
+        if plugin == "gemini":
+            raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
+        print_on_master(f"{problem}: AdamW instead, the same update, slower; or {toolkit}")
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+
+
+class CpuDDPPlugin(TorchDDPPlugin):
+    """TorchDDPPlugin always converts to SyncBatchNorm, which torch has for GPUs only: without this, no run on a CPU."""
+
+    def configure(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
+        return TorchDDPModel(model, **self.ddp_kwargs), OptimizerWrapper(optimizer), criterion, dataloader, lr_scheduler
+
+
+PROGRESS_SECONDS = 30.0  # between lines of progress in a log
+
+
+def show_progress(batches: list, epoch: int, coordinator: DistCoordinator) -> Iterator:
+    """Yield the batches, with a bar on a terminal, or a line every half minute in a log."""
+    if sys.stderr.isatty() or not coordinator.is_master():
+        yield from tqdm(batches, f"Epoch {epoch}", leave=False, disable=not coordinator.is_master())
+        return
+    start = last = time.monotonic()
+    for step, batch in enumerate(batches):
+        if (now := time.monotonic()) - last > PROGRESS_SECONDS:
+            last, images = now, step * len(batch[1]) * coordinator.world_size
+            print_line(f"Epoch {epoch}: step {step} of {len(batches)}, {images / (now - start):,.0f} images/s")
+        yield batch
+
+
+# ------------------------------------------------------------------------------------------------------- exact resume
+
+def average_buffers(model: nn.Module) -> None:
+    """Average BatchNorm's running statistics over the processes.
+
+    low_level_zero, gemini and CpuDDPPlugin leave each process its own, and the master's are saved. Without this, the
+    accuracy printed would depend on which process counts an image, and a resumed run would differ.
+    """
+    for buffer in filter(torch.is_floating_point, model.buffers()):
+        mean = buffer.float() / dist.get_world_size()
+        dist.all_reduce(mean)
+        buffer.copy_(mean)
+
 
 @contextmanager
 def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
-    """Let save_model write, and load_model read, the weights in fp32. Yields ResNet-18's state dict, on every rank.
+    """Let save_model write, and load_model read, the weights in fp32. Yields ResNet-18's state dict, on every process.
 
-    DDP's weights are fp32 anyway. low_level_zero's model holds fp16 copies, and each rank a slice of the fp32 masters:
-    the gathered masters take the copies' place. gemini rounds to `model.mixed_precision` what it saves and loads.
-    Both keep BatchNorm's statistics in fp16, which are widened here.
+    low_level_zero saves and loads its model's fp16 copies of the fp32 masters, which are sharded over the processes:
+    here the gathered masters take the copies' place. gemini casts to `model.mixed_precision` on both ways. Both keep
+    BatchNorm's statistics in fp16, which become fp32 here. Without this, a resumed run starts from rounded weights.
+    DDP's are fp32 anyway.
     """
     model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
     full = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
@@ -398,268 +542,253 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
             model.mixed_precision = rounds_to
 
 
-def grad_scaler(optimizer: OptimizerWrapper) -> object | None:
-    """What holds the loss scale, None for torch_ddp. The library's own saving forgets it."""
+def load_optimizer(boosted: Boosted, path: Path) -> None:
+    """booster.load_optimizer, with steps as tensors for gemini, which fails on ints, although HybridAdam's are ints."""
+    if not isinstance(boosted.model, GeminiDDP):
+        boosted.booster.load_optimizer(boosted.optimizer, str(path))
+        return
+    content = read_file(path)
+    for state in content["state"].values():
+        state["step"] = torch.tensor(float(state["step"]))
+    boosted.optimizer.load_state_dict(content)
+
+
+def adapt_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LRScheduler, lr: float) -> None:
+    """After loading, restore what this run decides: which settings its optimizer has, and the learning rate.
+
+    HybridAdam and AdamW save settings that the other one does not know. The learning rate comes with the optimizer's
+    file, and loading the scheduler does not touch it: with another number of processes the old one would stay.
+    """
+    [group] = optimizer.param_groups
+    for name in group.keys() - settings.keys():
+        del group[name]
+    group.update({name: value for name, value in settings.items() if name not in group})
+    old = lr_scheduler.base_lrs[0]
+    if old != lr:
+        lr_scheduler.base_lrs, group["initial_lr"], group["lr"] = [lr], lr, group["lr"] * lr / old
+        print_on_master(f"Learning rate scaled: it started at {old:g} in the checkpoint's run, at {lr:g} in this one")
+
+
+def find_scaler(optimizer: OptimizerWrapper) -> object | None:
+    """What holds the loss scale, None for torch_ddp. save_optimizer omits it; without it, a resumed run differs."""
     for name in ("mixed_precision_mixin", "mix_precision_mixin"):  # low_level_zero's and gemini's
         if hasattr(optimizer, name):
             return getattr(optimizer, name).grad_scaler
     return getattr(optimizer, "scaler", None)  # torch_ddp_fp16's
 
 
+COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradScaler
+
+
 def scaler_state(scaler: object) -> dict:
-    """The whole state of a loss scaler: ColossalAI's own state_dict leaves out when the next change is due."""
+    """The whole state of a loss scaler. ColossalAI's state_dict omits the counters to its next change."""
     return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
 
 
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def finish_save(aside: Path, epoch: int) -> None:
-    """Flush what was written aside, and make it the checkpoint of `epoch`: from the renaming on, that exists."""
-    folder, scaler_file = aside.parent, f"{SCALER}_{epoch}.pth"
-    has_scaler = (aside / scaler_file).exists()
-    for path in (*aside.iterdir(), aside):
-        flush_to_disk(path)
-    aside.rename(folder / f".saved_{epoch}")
-    if not has_scaler:
-        (folder / scaler_file).unlink(missing_ok=True)  # of another plugin's checkpoint, which this one replaces
-    publish(folder)
-    flush_to_disk(folder)
-
-
-def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
-    """Save model, optimizer, scheduler and loss scale, whole or not at all; to be called in `full_precision`.
-
-    Raises:
-        UserError: on every process; the disk is full, or not writable any more. Older checkpoints are as they were.
-    """
-    booster, scaler, is_master = boosted.booster, grad_scaler(boosted.optimizer), coordinator.is_master()
-    aside, reasons = folder / f".saving_{epoch}", []
-
-    def attempt(step, *arguments) -> None:
-        try:
-            step(*arguments)
-        except (OSError, RuntimeError, UserError) as error:  # torch.save raises RuntimeError when the disk is full
-            if not is_master:
-                raise
-            reasons.append(first_line(error))  # and go on: the others wait for it in the steps to come
-
-    if is_master:  # the only one that writes
-        for unfinished in folder.glob(".saving_*"):  # by runs that were killed; two at once need two folders
-            shutil.rmtree(unfinished, ignore_errors=True)
-        attempt(os.makedirs, aside)
-    attempt(booster.save_model, boosted.model, f"{aside}/model_{epoch}.pth")
-    attempt(booster.save_optimizer, boosted.optimizer, f"{aside}/optimizer_{epoch}.pth")
-    attempt(booster.save_lr_scheduler, boosted.lr_scheduler, f"{aside}/lr_scheduler_{epoch}.pth")
-    if is_master and scaler:
-        attempt(torch.save, scaler_state(scaler), aside / f"{SCALER}_{epoch}.pth")
-    if is_master and not reasons:
-        attempt(finish_save, aside, epoch)
-    reason = first_reason(next(iter(reasons), None))  # no process goes on, or ends the job, before all is written
-    if reason:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(
-            f"epoch {epoch} could not be saved in {folder} ({reason}): is the disk full? older checkpoints are intact"
-        )
-
-
-def find_checkpoint(args: argparse.Namespace) -> int:
-    """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
-    folder = args.checkpoint
-    publish(folder)
-    if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
-        return 0
-    epoch = require_epoch(args.resume, folder, PARTS)
-    if epoch > args.num_epochs:
-        raise UserError(f"--resume {args.resume} means epoch {epoch}, beyond --num_epochs {args.num_epochs}: raise -n")
-    read_model(folder / f"model_{epoch}.pth")
-    check_optimizer(folder / f"optimizer_{epoch}.pth")
-    scheduler = read_file(folder / f"lr_scheduler_{epoch}.pth")
-    if scheduler.get("last_epoch") != epoch or not all(scheduler.get("base_lrs") or [0]):
-        raise UserError(f"{folder}/lr_scheduler_{epoch}.pth is not the MultiStepLR state of epoch {epoch}")
-    if (folder / f"{SCALER}_{epoch}.pth").exists():
-        read_file(folder / f"{SCALER}_{epoch}.pth")
-    return epoch
-
-
-def check_before_launch(args: argparse.Namespace) -> int | UserError:
-    """The epoch to resume from; or a UserError for `gather` to raise, where other machines wait and must hear of it."""
-    try:
-        check_args(args)
-        return find_checkpoint(args)
-    except UserError as error:
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            raise
-        return error
-
-
-def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
-    """Load the checkpoint of `epoch`, unless that is 0, whatever plugin and number of processes it was saved by."""
-    folder = args.checkpoint
-    booster, model, optimizer, _, lr_scheduler = boosted
-    if epoch == 0:
-        if args.resume == "latest":
-            coordinator.print_on_master(f"No checkpoint in {folder}: starting afresh")
-        return
-    with full_precision(boosted):
-        booster.load_model(model, f"{folder}/model_{epoch}.pth")
-    fresh = dict(optimizer.param_groups[0])
-    if isinstance(model, GeminiDDP):  # insists on steps that are tensors, while HybridAdam's own are ints
-        saved = read_file(folder / f"optimizer_{epoch}.pth")
-        for state in saved["state"].values():
-            state["step"] = torch.tensor(float(state["step"]))
-        optimizer.load_state_dict(saved)
-    else:
-        booster.load_optimizer(optimizer, f"{folder}/optimizer_{epoch}.pth")
-    [group] = optimizer.param_groups
-    settings = {name: group.get(name, value) for name, value in fresh.items()}  # HybridAdam and AdamW differ in some
-    group.clear()
-    group.update(settings)
-    booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
-    scaler, scaler_file = grad_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth"
-    state = read_file(scaler_file) if scaler and scaler_file.exists() else {}
-    if state and state.keys() == scaler_state(scaler).keys():  # another kind of scaler starts with its initial scale
+def load_scaler(scaler: object | None, path: Path) -> None:
+    """Restore `scaler_state`. Without a file of this kind of scaler, it starts with its initial scale."""
+    state = read_file(path) if scaler and path.exists() else {}
+    if state and state.keys() == scaler_state(scaler).keys():
         scaler.load_state_dict(state)
         vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
-    coordinator.print_on_master(f"Resuming after epoch {epoch}, from {folder}")
-    old, new = lr_scheduler.base_lrs[0], args.lr * coordinator.world_size
-    if old != new:
-        lr_scheduler.base_lrs, group["initial_lr"], group["lr"] = [new], new, group["lr"] * new / old
-        coordinator.print_on_master(f"Learning rate scaled: it started at {old:g} there, at {new:g} in this run")
 
 
-# ------------------------------------------------------------------------------------------------------------ epochs
+def settle_ddp_buckets(args: argparse.Namespace, boosted: Boosted) -> None:
+    """Run one step that changes nothing, because DDP arranges its gradient buckets anew after the first step.
 
-def average_buffers(model: nn.Module) -> None:
-    """Make BatchNorm's running statistics agree on all processes; of themselves only SyncBatchNorm's do."""
-    for buffer in filter(torch.is_floating_point, model.buffers()):
-        mean = buffer.float() / dist.get_world_size()
-        dist.all_reduce(mean)
-        buffer.copy_(mean)
-
-
-def train_one_epoch(epoch: int, seed: int, loader: DataLoader, boosted: Boosted, coordinator: DistCoordinator) -> float:
-    """Train in an order and with draws that follow from seed, epoch and rank. Returns all processes' mean loss."""
-    device, model, optimizer = get_current_device(), boosted.model, boosted.optimizer
-    loader.sampler.set_epoch(epoch)
-    generator = torch.Generator(device).manual_seed(draw_seed(seed, epoch, coordinator.rank))
-    loss_sum = torch.zeros((), device=device)
-    model.train()
-    hidden = None if coordinator.is_master() else True  # None: there is no bar in a log file, only on a terminal
-    for images, labels in tqdm(loader, f"Epoch {epoch + 1}", leave=False, disable=hidden):
-        images, labels = augment(images.to(device), generator), labels.to(device)
-        loss = boosted.criterion(model(images), labels)
-        boosted.booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_sum += loss.detach()  # on the device: nothing in this loop waits for it
-    average_buffers(model.unwrap())
-    dist.all_reduce(loss_sum)
-    return loss_sum.item() / (len(loader) * coordinator.world_size)
+    Their layout decides in which order three or more processes sum a gradient. Without this, the first step of a
+    resumed run would differ from the uninterrupted one's.
+    """
+    if isinstance(boosted.booster.plugin, TorchDDPPlugin):
+        images = torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())
+        boosted.model(images).sum().backward()
+        boosted.optimizer.zero_grad()
+        reset_batch_norm(boosted.model)
 
 
-def evaluate(state: dict[str, Tensor], images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> int:
-    """How many of all `images` a ResNet-18 with the weights `state` classifies right; each process counts its share."""
-    mine = slice(coordinator.rank, None, coordinator.world_size)
-    return sum(gather(count_correct(state, images[mine], labels[mine], get_current_device())))
+def reset_batch_norm(model: nn.Module) -> None:
+    """Forget the statistics that a warm-up of a fresh model left in BatchNorm."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.reset_running_stats()
 
 
-def report(
-    epoch: int, num_epochs: int, values: dict[str, float], writer: object | None, coordinator: DistCoordinator
-) -> None:
-    """Print the epoch's line, and write its values for TensorBoard."""
-    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
-    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
-    coordinator.print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
-    if writer:
-        for name, value in values.items():
-            writer.add_scalar(name, value, epoch)
-        writer.flush()
+# ---------------------------------------------------------------------------------------------------- safe checkpoints
+
+def claim(folder: Path) -> None:
+    """Make the checkpoint folder, and keep other runs out of it until this process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        lock(folder, wait=False)
+    except BlockingIOError:
+        raise UserError(f"another run saves in {folder}: wait for it, or choose another folder (-c)") from None
+    except OSError as error:
+        raise UserError(f"nothing can be written to {folder}: {error.strerror}; see -c") from error
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+class RunFailed(UserError):
+    """Training diverged, or ended below --target_acc."""
 
-def main() -> None:
-    args = get_args_parser().parse_args()
-    start_epoch = check_before_launch(args)
+    exit_code = 1
 
-    coordinator = launch(args.seed)
-    if len(set(gather(start_epoch))) > 1:
-        raise UserError(f"machines see different checkpoints in {args.checkpoint} (-c): they must share that folder")
-    if not args.synthetic:
-        fetch_data_once_per_machine(coordinator)
-    booster = build_booster(args.plugin)
-    loader = build_dataloader(args, booster.plugin, coordinator)
-    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
-    images_per_epoch = len(loader) * args.batch_size * coordinator.world_size
-    log_setup(args, coordinator, images_per_epoch)
 
-    boosted = boost(args, booster, coordinator)
-    resume(args, start_epoch, boosted, coordinator)
+def moments(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
+    """Adam's moments that this process holds."""
+    while isinstance(optimizer, OptimizerWrapper):  # torch_ddp_fp16 has two, one around the other
+        optimizer = optimizer.unwrap()
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
-    writer = None
-    if args.tensorboard and coordinator.is_master():
-        writer = torch.utils.tensorboard.SummaryWriter(args.tensorboard, purge_step=start_epoch + 1)
 
-    for epoch in range(start_epoch, args.num_epochs):
-        start, values = time.time(), {"learning_rate": boosted.optimizer.param_groups[0]["lr"]}
-        values["loss"] = train_one_epoch(epoch, args.seed, loader, boosted, coordinator)
-        values["images_per_second"] = images_per_epoch / (time.time() - start)
-        boosted.lr_scheduler.step()
-        if epoch + 1 == args.num_epochs or (args.interval and (epoch + 1) % args.interval == 0):
-            with full_precision(boosted) as state:
-                correct = evaluate(state, test_images, test_labels, coordinator)
-                if args.interval:
-                    save_checkpoint(args.checkpoint, epoch + 1, boosted, coordinator)
-            values["accuracy"] = correct / len(test_labels)
-        report(epoch + 1, args.num_epochs, values, writer, coordinator)
+def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
+    """Raise RunFailed unless the values that this process is to report or to save are finite."""
+    if not all(torch.as_tensor(value).isfinite().all() for value in values):
+        good = [saved for saved in saved_epochs(folder, PARTS) if saved < epoch]
+        advice = f"lower --lr and go on with -r {good[-1]}" if good else "start again with a lower --lr"
+        raise RunFailed(f"the run diverged: the loss or a weight of epoch {epoch} is not finite; {advice}")
 
-    if start_epoch == args.num_epochs:  # nothing was left to train
-        with full_precision(boosted) as state:
-            correct = evaluate(state, test_images, test_labels, coordinator)
-    coordinator.print_on_master(accuracy_line(correct, len(test_labels)))
-    if args.target_acc is not None and correct / len(test_labels) < args.target_acc:
-        raise RuntimeError(f"test accuracy {correct / len(test_labels):.4f} is below --target_acc {args.target_acc}")
 
+@contextmanager
+def saving(folder: Path, epoch: int) -> Iterator[None]:
+    """An agreement on one step of a save. The process whose step fails removes this epoch's files."""
+    with agreement():
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+            reason = "the disk is full" if os.statvfs(folder).f_bavail < 256 else first_line(error)
+            with suppress(OSError):
+                remove_checkpoint(folder, epoch)
+            message = f"epoch {epoch} could not be saved in {folder}: {reason}; other checkpoints are intact"
+            raise UserError(message) from error
+
+
+def remove_checkpoint(folder: Path, epoch: int) -> None:
+    """Remove what there is of an epoch's checkpoint: the model file first, with which it ceases to exist."""
+    for part in (*PARTS, SCALER, ".model"):
+        path = folder / f"{part}_{epoch}.pth"
+        if path.exists():
+            path.unlink()
+            flush_to_disk(folder)
+
+
+def flush_to_disk(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # of file systems without fsync
+                raise
+        finally:
+            os.close(descriptor)
+
+
+# -------------------------------------------------------------------------------------------------------------- speed
+
+def speed_up(args: argparse.Namespace, boosted: Boosted) -> None:
+    """Cut the overhead of a step, most of which is Python; report once what does not work here."""
+    _, model, optimizer, *_ = boosted
+    if get_accelerator().name == "cuda":
+        try:
+            with agreement():
+                capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+        except UserError as reason:
+            vars(model.unwrap()).pop("forward", None)  # back to the class's own
+            print_on_master(f"No CUDA graph, so slower: {reason}")
+        reset_batch_norm(model)
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        batch_overflow_checks(optimizer)
+    if isinstance(model, GeminiDDP):
+        list_parameters_once(model.unwrap())
+    torch.autograd.set_multithreading_enabled(False)  # or two threads contend for Python's lock in the plugins' hooks
+    gc.collect()
+    gc.freeze()  # the plugins create much garbage, and each collection would visit what the imports created
+
+
+def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
+    """Let the boosted model replay its forward and backward passes as CUDA graphs.
+
+    A step of this model launches hundreds of small kernels, and gemini runs hooks around each operator; a graph is one
+    launch, and one operator. The plugins see its gradients as usual.
+    """
+    module, is_gemini = model.unwrap(), isinstance(model, GeminiDDP)
+    names, params = zip(*module.named_parameters())
+    if is_gemini and not all(chunk.keep_gathered for chunk in model.chunk_manager.get_chunks(params)):
+        raise RuntimeError("gemini does not keep all parameters of this model gathered")
+    # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
+    aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
+    sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
+    plain = copy.copy(module)  # with the same layers; its forward stays as it is
+
+    def run_plain(images: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(plain, dict(zip(names, weights)), (images,))
+
+    # autocast's cache would keep what the warm-up cast, and the graph would never cast again
+    with get_accelerator().autocast(enabled=autocast, cache_enabled=False):
+        graphed = torch.cuda.make_graphed_callables(run_plain, (sample, *aliases))
+
+    def replay(images: Tensor) -> Tensor:
+        if is_gemini:  # its parameters run its hooks before and after an operator that takes them
+            return torch.overrides.handle_torch_function(graphed, params, images, *params)
+        return graphed(images, *params)
+
+    module.forward = replay
+
+
+def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
+    """Check and unscale all gradients at once. LowLevelZeroOptimizer.step handles the 62 of them one by one.
+
+    It also waits for the device at each. The gradients' norm, as slow, only serves clipping, which is off.
+    """
+    mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
+
+    def check_local_overflow() -> bool:
+        overflow = torch.zeros_like(one)
+        torch._amp_foreach_non_finite_check_and_unscale_(optimizer.get_working_grads_by_group_id(0), overflow, one)
+        return bool(overflow)
+
+    def unscale(grads: list[Tensor], total_norm: float) -> None:
+        torch._foreach_mul_(grads, 1 / mixin.get_grad_div_scale())
+
+    mixin.check_local_overflow = check_local_overflow
+    optimizer._unscale_and_clip_grads = unscale
+    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0
+
+
+def list_parameters_once(module: nn.Module) -> None:
+    """Cache the list of parameters. GeminiDDP searches all modules for them, three times in each step."""
+    params = list(module.parameters())
+    module.parameters = lambda recurse=True: iter(params)
+
+
+# -------------------------------------------------------------------------------------------------------- entry point
 
 @record  # so that torchrun's report ends with the traceback of the process that failed first
-def run() -> None:
+def run() -> int:
+    """`main`, and the exit status. An error that the user can fix is one line, printed once."""
     try:
         main()
+        with agreement():
+            pass  # no process ends while another one still needs it
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # local rank 0 says the same now and leaves, whereupon the launcher ends this process
+            time.sleep(5)  # local rank 0 prints the same and exits, and the launcher then ends this process
         print(f"train.py: error: {error}", file=sys.stderr)
-        leave(2)
-    finish()
-
-
-def finish() -> None:
-    """End this process after all is done and saved: a teardown that hangs must not hold up the job."""
-    watchdog = threading.Timer(30, leave, (0,))
-    watchdog.daemon = True
-    watchdog.start()
-    gc.collect()  # frees the CUDA graphs, since NCCL waits for the graphs that its collectives are part of
-    group = dist.group.WORLD  # kept: the end of a gloo group waits for a thread that may need Python's lock meanwhile
-    dist.destroy_process_group(group)
-    leave(0)
+        return error.exit_code
+    return 0
 
 
 def leave(status: int) -> None:
-    """End this process at once, without the usual teardown, which can wait for lost processes forever."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End this process at once. The usual teardown of NCCL and gloo can hang on CUDA graphs or lost processes."""
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # each line at once, also into a log file or a pipe
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process at once, without a traceback from each
     try:
-        run()
+        leave(run())
     except Exception:
         traceback.print_exc()
         leave(1)

@@ -5,15 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as launchers set it; before torch reads it
-
 TESTS = Path(__file__).resolve().parent
-for folder in (TESTS, TESTS.parent):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from helpers import environment
 
-kept = environment()
+expected = environment()  # before torch is imported, which reads some of it
 os.environ.clear()
-os.environ.update(kept)
+os.environ.update(expected)

@@ -1,30 +1,33 @@
-"""What the tests share: starting the real scripts as a user starts them, and a very small CIFAR-10."""
+"""What the tests share: one way to start the scripts, and a very small CIFAR-10.
 
+Importing torch and ColossalAI takes some five seconds. A server process (multiprocessing's forkserver) does it once and
+forks from itself what a test starts. Most tests take `launcher="fork"`: ranks that are spared the imports.
+"""
+
+import ctypes
+import functools
 import hashlib
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import re
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-
-import numpy as np
-from torchvision.datasets import CIFAR10
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = Path(sys.executable).parent  # torchrun and colossalai, of the Python that runs the tests
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
 
 # What programs need to find themselves, their packages and the GPUs. Everything else of the caller's is left out:
 # PYTHONUNBUFFERED and its like, which users do not set, proxies, a launcher's variables, odd names and values.
@@ -35,72 +38,172 @@ def environment(**changes) -> dict[str, str]:
     """What a user's shell exports, one thread per process, and `changes`: the same whoever runs the tests."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     path = f"{LAUNCHERS}{os.pathsep}{os.environ.get('PATH', '')}"  # `colossalai run` finds its torchrun there
-    return {**kept, "OMP_NUM_THREADS": "1", "PATH": path, **{name: str(value) for name, value in changes.items()}}
+    settings = {"OMP_NUM_THREADS": 1, "PATH": path, "LOGNAME": "user"}  # and asks for a name, which not every uid has
+    return {**kept, **{name: str(value) for name, value in {**settings, **changes}.items()}}
 
 
-def launch_command(nproc: int, *args, launcher: str = "torchrun", launcher_args: tuple = (), script="train.py") -> list:
-    """The command that starts `script` with `args` on `nproc` processes, for `launch` or for subprocess.Popen.
-
-    launcher: "torchrun", "colossalai" (which is `colossalai run`), or "python" (no launcher, one process)
-    launcher_args: more arguments of the launcher itself
-    script: a path, relative to the repository's root
-    """
-    start = {
-        "torchrun": [LAUNCHERS / "torchrun", "--nproc_per_node", nproc, "--master_port", free_port()],
-        "colossalai": [LAUNCHERS / "colossalai", "run", "--nproc_per_node", nproc, "--master_port", free_port()],
-        "python": [sys.executable],
-    }[launcher]
-    return [str(word) for word in (*start, *launcher_args, ROOT / script, *args)]
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def run(command: list, cwd=ROOT, env: dict | None = None, timeout: float = 180) -> subprocess.CompletedProcess:
-    """Run a command to its end. The result has its `.returncode`, and `.stdout`: standard output and standard error.
+# -------------------------------------------------------------------------------------------------- starting a script
 
-    env: changes to `environment()`
-    timeout: seconds, after which the command and what it started are killed and the test fails
-    """
-    process = subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, env=environment(**(env or {})), text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+
+@dataclass
+class Result:
+    returncodes: list[int]  # of each rank, or of the launcher alone; -9 of one that was killed
+    output: str  # standard output and standard error
+
+    @property
+    def returncode(self) -> int:
+        return next((code for code in self.returncodes if code), 0)
+
+
+class Job:
+    """A script that runs in processes: its ranks, or their launcher."""
+
+    def __init__(self, command: list, environments: list[dict], cwd: Path, stdout: str | None) -> None:
+        self.log = tempfile.NamedTemporaryFile()
+        files = [os.devnull, stdout or self.log.name, self.log.name]
+        create = functools.partial(forkserver().Process, target=become, daemon=True)
+        self.processes = [create(args=([str(word) for word in command], env, cwd, files)) for env in environments]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return Path(self.log.name).read_text(errors="replace")
+
+    def is_running(self) -> bool:
+        return any(process.exitcode is None for process in self.processes)
+
+    def wait_for(self, text: str, timeout: float = 120) -> None:
+        """Wait until it has printed `text`."""
+        end = time.monotonic() + timeout
+        while text not in self.output:
+            assert self.is_running() and time.monotonic() < end, self.output
+            time.sleep(0.05)
+
+    def kill(self, number: int = signal.SIGKILL, ranks: list[int] | None = None) -> None:
+        """Send a signal to the process groups of those ranks, or of all its processes, that still run."""
+        for rank, process in enumerate(self.processes):
+            if process.exitcode is None and (ranks is None or rank in ranks):
+                os.killpg(process.pid, number)
+
+    def wait(self, timeout: float = 240) -> Result:
+        """Wait for its end. After `timeout` seconds, it is killed and the test fails."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0, end - time.monotonic()))
+        if self.is_running():
+            self.kill(signal.SIGTERM)  # which launchers pass on
+            time.sleep(2)
+            self.kill()
+            raise AssertionError(f"not finished after {timeout} s:\n{self.output}")
+        return Result([process.exitcode for process in self.processes], self.output)
+
+
+@functools.cache
+def forkserver() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # tqdm's semaphores outlive a rank that is killed, and the server would warn about them
+    settings = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": -1, "PYTHONWARNINGS": "ignore:resource_tracker"}
+    with mock.patch.dict(os.environ, environment(**settings), clear=True):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+forkserver_lock = threading.Lock()  # forkserver() changes the environment, which other threads must not see meanwhile
+
+
+def become(command: list[str], environ: dict[str, str], cwd: Path, files: list[str]) -> None:
+    """Become a program, or run a script as if Python had been started with it, in a process group of its own."""
+    status = 1
     try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise AssertionError(f"not finished after {timeout} s: {command}\n{output}") from None
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, output)
+        os.setsid()
+        # The server ends when nobody holds this pipe: the tests have ended, also if they were killed
+        os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: this process ends with the server
+        for descriptor, path in enumerate(files):
+            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
+        os.chdir(cwd)
+        if not command[0].endswith(".py"):
+            os.execve(command[0], command, environ)
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
-def launch(
-    nproc: int, *args, launcher: str = "torchrun", launcher_args: tuple = (), script="train.py", **options
-) -> subprocess.CompletedProcess:
-    """Run train.py with `args` on `nproc` processes; see `launch_command`, and `run` for `options`."""
-    return run(launch_command(nproc, *args, launcher=launcher, launcher_args=launcher_args, script=script), **options)
+def start(
+    nproc: int, *args, script="train.py", planted=(), launcher="fork", launcher_args=(), env=None, cwd=ROOT,
+    stdout=None, gpus=False,
+) -> Job:  # fmt: skip
+    """Start `script` with `args` on `nproc` processes.
+
+    script: a path, absolute or relative to the repository's root
+    planted: what planted.py, which then starts the script, is to change
+    launcher: "fork" (the ranks, each with the environment that a launcher gives), "torchrun", "colossalai" (which is
+        `colossalai run`), or "python" (no launcher, one process)
+    launcher_args: more arguments of a real launcher, or of Python
+    env: changes to `environment()`, and to what "fork" gives its ranks
+    stdout: a file for standard output, which is in the result's output otherwise
+    gpus: whether the processes see GPUs; forked ones cannot use them
+    """
+    with forkserver_lock:
+        forkserver()
+    port, ranks = free_port(), [{}]
+    several = ["--nproc_per_node", nproc, "--master_port", port, *launcher_args]
+    before = {
+        "fork": [],
+        "torchrun": [LAUNCHERS / "torchrun", *several],
+        "colossalai": [LAUNCHERS / "colossalai", "run", *several],
+        "python": [sys.executable, *launcher_args],
+    }[launcher]
+    command = [*before, *([ROOT / "tests/planted.py", *planted, script] if planted else [ROOT / script]), *args]
+    if launcher == "fork":
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        ranks = [{**job, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)]
+    changes = {**({} if gpus else {"CUDA_VISIBLE_DEVICES": -1}), **(env or {})}
+    environments = [environment(**{**rank, **changes}) for rank in ranks]
+    return Job(command, environments, cwd, stdout)
 
 
-def launch_machines(machines: list[tuple], envs: list[dict], **options) -> list[subprocess.CompletedProcess]:
-    """Run train.py on several machines, one process each: a torchrun agent on this machine stands for each.
+def run(nproc: int, *args, timeout: float = 240, **options) -> Result:
+    """Run a script to its end; see `start` for `options`."""
+    return start(nproc, *args, **options).wait(timeout)
+
+
+def run_machines(machines: list[tuple], envs: list[dict], launcher="torchrun", timeout=240, **options) -> list[Result]:
+    """Run a script on several machines, one process each: a torchrun, or a forked rank, on this one stands for each.
 
     machines: each one's arguments
-    envs: each one's changes to `environment()`
-    options: see `launch`
+    envs: each one's changes to the environment
     """
-    rendezvous = ("--nnodes", len(machines), "--master_addr", "127.0.0.1", "--master_port", free_port())
+    jobs, port = [], free_port()
+    for node, (args, env) in enumerate(zip(machines, envs, strict=True)):
+        agent = ("--nnodes", len(machines), "--node_rank", node, "--master_addr", "127.0.0.1", "--master_port", port)
+        if launcher == "fork":
+            agent, env = (), {"RANK": node, "WORLD_SIZE": len(machines), "MASTER_PORT": port, **env}
+        jobs.append(start(1, *args, launcher=launcher, launcher_args=agent, env=env, **options))
+    return [job.wait(timeout) for job in jobs]
 
-    def launch_one(rank: int) -> subprocess.CompletedProcess:
-        agent = (*rendezvous, "--node_rank", rank)
-        return launch(1, *machines[rank], launcher_args=agent, env=envs[rank], **options)
 
-    with ThreadPoolExecutor(len(machines)) as pool:
-        return list(pool.map(launch_one, range(len(machines))))
-
-
-def run_eval(*args, **options) -> subprocess.CompletedProcess:
-    """Run eval.py with `args`; see `run` for `options`."""
-    return run([sys.executable, ROOT / "eval.py", *args], **options)
+# ----------------------------------------------------------------------------------------------- what they leave behind
 
 
 def accuracy(output: str) -> float:
@@ -121,25 +224,23 @@ def write_cifar10(folder: Path) -> dict:
     Returns:
         the values that torchvision's CIFAR10 must have for these attributes, so that it takes them for the real files
     """
+    import numpy as np
+    from torchvision.datasets import CIFAR10
+
     rng = np.random.default_rng(0)
-    base = folder / CIFAR10.base_folder
-    base.mkdir(parents=True)
+    base, archive, meta = folder / CIFAR10.base_folder, folder / CIFAR10.filename, CIFAR10.meta["filename"]
     names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
+    base.mkdir(parents=True)
+    (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
     for name in names:
         images, labels = rng.integers(256, size=(10, 3072), dtype=np.uint8), rng.permutation(10).tolist()
         (base / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
-    meta = CIFAR10.meta["filename"]
-    (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
-    archive = folder / CIFAR10.filename
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(base, CIFAR10.base_folder)
-
-    def md5(path: Path) -> str:
-        return hashlib.md5(path.read_bytes()).hexdigest()
-
+    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in (archive, *base.iterdir())}
     return {
-        "tgz_md5": md5(archive),
-        "train_list": [[name, md5(base / name)] for name in names[:-1]],
-        "test_list": [[name, md5(base / name)] for name in names[-1:]],
-        "meta": {**CIFAR10.meta, "md5": md5(base / meta)},
+        "tgz_md5": md5[archive.name],
+        "train_list": [[name, md5[name]] for name in names[:-1]],
+        "test_list": [[name, md5[name]] for name in names[-1:]],
+        "meta": {**CIFAR10.meta, "md5": md5[meta]},
     }

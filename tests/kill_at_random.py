@@ -1,109 +1,110 @@
-"""Kill a run at random moments, resume each with `-r latest`, and compare with the undisturbed run, byte for byte.
+"""Kill a run at random moments, resume each with `-r latest`, and compare with undisturbed runs, byte for byte.
 
     python tests/kill_at_random.py 30
 
-Two processes on a tiny data set, so that saving is a large share of the time. At every other moment the script waits
-until a save is under way. Prints a table; the exit code is 1 if a run could not be resumed or any final file differs.
+Two processes on a tiny data set, so that saving is a large share of the time. Every other run is killed while it saves,
+and half of these while it overwrites, epoch by epoch, what an earlier run with another seed left. After the kill, each
+epoch that has a model file must be whole, and all its files of one run. Then the newest one is resumed. Prints a table;
+the exit code is 1 if a run could not be resumed, or any file differs.
 """
 
-import argparse
 import filecmp
-import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import forked
-from helpers import ROOT
+from helpers import Job, start
 
-EPOCHS = 3
-SMALL = ["tests/planted.py", "--images", 64, "--test_images", 50, "train.py"]
-SETTINGS = ["--synthetic", "--batch_size", 16, "-i", 1, "-n", EPOCHS, "-r", "latest"]
+EPOCHS = range(1, 4)
+SEED, EARLIER_SEED = 1, 2
+SETTINGS = ["--synthetic", "--batch_size", 16, "-i", 1, "-n", EPOCHS[-1]]
 PARTS = ("model", "optimizer", "lr_scheduler")
 
 
-def start(folder: Path) -> list[int]:
-    return forked.start(2, folder.with_suffix(".log"), *SMALL, "-c", folder, *SETTINGS)
+def train(folder: Path, *args) -> Job:
+    return start(2, *SETTINGS, "-c", folder, *args, planted=["images=64,50"])
 
 
 def save_under_way(folder: Path) -> str:
-    """What of a save that is under way can be seen: nothing, files written aside, or files being moved."""
-    return next((state for state in ("saving", "saved") if list(folder.glob(f".{state}_*"))), "")
+    """The epoch that is being saved, as its files show: those without a model file, or one under its first name."""
+    for epoch in EPOCHS:
+        names = {path.name for path in folder.glob(f"*_{epoch}.pth")}
+        if f"model_{epoch}.pth" not in names and names:
+            return f"epoch {epoch}: {'model' if f'.model_{epoch}.pth' in names else 'before the model'}"
+    return "-"
 
 
-def kill_at(moment: float, in_save: bool, victims: list[int], pids: list[int], folder: Path) -> tuple[float, str]:
-    """SIGKILL to `victims` after `moment` seconds, or in the save that comes next; what the launcher does to the rest.
+def kill_at(moment: float, in_save: bool, ranks: list[int], job: Job, folder: Path) -> str:
+    """SIGKILL to some ranks after `moment` seconds, or in the save that comes next; then the rest, as launchers do.
 
     Returns:
-        after how many seconds, and the save that was under way
+        the save that was under way
     """
-    begin = time.monotonic()
     time.sleep(moment)
-    while in_save and not save_under_way(folder) and time.monotonic() < begin + 20:
-        time.sleep(0.0005)
-    time.sleep(in_save * random.uniform(0, 0.15))  # somewhere within it
+    while in_save and job.is_running():
+        time.sleep(0.001)
+        if save_under_way(folder) != "-":
+            time.sleep(random.uniform(0, 0.3))  # somewhere within it
+            if save_under_way(folder) != "-":
+                break
     under_way = save_under_way(folder)
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic() - begin
+    job.kill(ranks=ranks)
     time.sleep(0.1)  # until torchrun looks again
-    for pid in set(pids) - set(victims):
-        os.kill(pid, signal.SIGTERM)
-    forked.wait(pids)
-    return killed, under_way
+    job.kill()
+    job.wait()
+    return under_way
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill a run at random moments, and resume it.")
-    parser.add_argument("moments", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    random.seed(args.seed)
-    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; before torch reads it
-    sys.path.insert(0, str(ROOT))
-    import train  # noqa: F401  # before forking
+def run_of(epoch: int, folder: Path, undisturbed: dict[int, Path]) -> int | None:
+    """The seed of the undisturbed run that this epoch's files are of; None if they are of none or of several."""
+    names = [f"{part}_{epoch}.pth" for part in PARTS]
+    whole = (seed for seed in undisturbed if filecmp.cmpfiles(undisturbed[seed], folder, names, False)[0] == names)
+    return next(whole, None)
 
+
+def resume(folder: Path, undisturbed: dict[int, Path]) -> tuple[str, str]:
+    """Resume a run that was killed. Returns where it went on, and what is wrong."""
+    present = [epoch for epoch in EPOCHS if (folder / f"model_{epoch}.pth").exists()]
+    mixed = [epoch for epoch in present if run_of(epoch, folder, undisturbed) is None]
+    seed = run_of(present[-1], folder, undisturbed) if present else SEED
+    result = train(folder, "--seed", seed or SEED, "-r", "latest").wait()
+    resumed = [int(epoch) for epoch in re.findall(r"Resuming after epoch (\d+)", result.output)]
+    if mixed or result.returncode or resumed != present[-1:] or run_of(EPOCHS[-1], folder, undisturbed) != seed:
+        return "", f"epochs {mixed} are of no single run; {result}"
+    return f"epoch {present[-1]} of the {'same' if seed == SEED else 'earlier'} run" if present else "afresh", ""
+
+
+def main(runs: int) -> int:
+    random.seed(0)
     with tempfile.TemporaryDirectory() as root:
-        whole = Path(root, "undisturbed")
-        begin = time.monotonic()
-        codes = forked.wait(start(whole))
-        duration = time.monotonic() - begin
-        assert codes == [0, 0], whole.with_suffix(".log").read_text()
-        names = [f"{part}_{epoch}.pth" for part in PARTS for epoch in range(1, EPOCHS + 1)]
+        undisturbed = {seed: Path(root, f"undisturbed_{seed}") for seed in (SEED, EARLIER_SEED)}
+        for seed, folder in undisturbed.items():
+            begin = time.monotonic()
+            result = train(folder, "--seed", seed).wait()
+            duration = time.monotonic() - begin
+            assert result.returncode == 0, result.output
         print(f"The undisturbed run took {duration:.1f} s", flush=True)
-        print("| moment | killed | save under way | resumed from epoch | all files identical |\n|---|---|---|---|---|")
+        print(f"| killed after | ranks | overwrites | save under way | resumed after | wrong |\n{'|---' * 6}|")
         failures = 0
-        for number in range(args.moments):
-            folder = Path(root, f"killed_{number}")
-            pids = start(folder)
-            ranks = random.choice([[0, 1], [0], [1]])
-            in_save = number % 2 == 1
+        for number in range(runs):
+            in_save, overwrites, folder = number % 2 == 1, number % 4 == 3, Path(root, f"killed_{number}")
+            if overwrites:
+                shutil.copytree(undisturbed[EARLIER_SEED], folder)
             moment = random.uniform(0, 0.5 * duration if in_save else duration)  # with a save still to come
-            moment, under_way = kill_at(moment, in_save, [pids[rank] for rank in ranks], pids, folder)
-            log = folder.with_suffix(".log")
-            log.write_text("")
-            codes = forked.wait(start(folder))
-            resumed = re.findall(r"Resuming after epoch (\d+)", log.read_text())
-            _, different, missing = filecmp.cmpfiles(whole, folder, names, shallow=False)
-            identical = codes == [0, 0] and not different + missing and not list(folder.glob(".*"))
-            failures += not identical
-            who = "all ranks" if len(ranks) == 2 else f"rank {ranks[0]}"
-            print(
-                f"| {moment:.2f} s | {who} | {under_way or '-'} | {resumed[0] if resumed else 'afresh'} | "
-                f"{'yes' if identical else f'NO: exit codes {codes}, {different + missing}'} |",
-                flush=True,
-            )
-            if not identical:
-                print(log.read_text(), file=sys.stderr)
+            ranks = random.choice([[0, 1], [0], [1]])
+            under_way = kill_at(moment, in_save, ranks, train(folder, "--seed", SEED), folder)
+            resumed, wrong = resume(folder, undisturbed)
+            cells = [f"{moment:.2f} s", ranks, "yes" if overwrites else "no", under_way, resumed, wrong]
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            failures += bool(wrong)
             shutil.rmtree(folder)
-        print(f"{args.moments - failures} of {args.moments} runs ended as the undisturbed one")
+        print(f"{runs - failures} of {runs} runs ended as the undisturbed one")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

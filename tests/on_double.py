@@ -1,4 +1,4 @@
-"""A double of the accelerator, so that train.py's GPU-only plugins run on the CPU: `planted.py --double`.
+"""A double of the accelerator, so that train.py's GPU-only plugins run on the CPU: `planted.py double`.
 
 The accelerator, HybridAdam's kernel and the few calls that torch has for GPUs only get stand-ins, through ColossalAI's
 own extension points where it has them. What runs on top is the library and train.py as they are, so this shows their
@@ -7,22 +7,12 @@ logic (who saves what, what a resumed run continues with), never speed or a GPU'
 
 import contextlib
 import functools
+from unittest import mock
 
 import torch
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
-from colossalai.booster import plugin as plugins
 from colossalai.kernel.kernel_loader import CPUAdamLoader
-
-
-class StreamStandIn:
-    """Everything is done when it is called, so there is nothing to wait for."""
-
-    def wait_stream(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
 
 
 class AcceleratorStandIn(CpuAccelerator):
@@ -36,10 +26,9 @@ class AcceleratorStandIn(CpuAccelerator):
         return 8
 
     def Stream(self, *args, **kwargs):
-        return StreamStandIn()
+        return mock.Mock()  # everything is done when it is called, so there is nothing to wait for
 
-    def current_stream(self, *args):
-        return StreamStandIn()
+    current_stream = Stream
 
     def stream(self, stream):
         return contextlib.nullcontext()
@@ -71,18 +60,15 @@ class KernelStandIn:
     def is_available(self):
         return True
 
-    def assert_compatible(self):
-        pass
+    assert_compatible = is_available
 
     def load(self):
-        return type("module", (), {"CPUAdamOptimizer": AdamStandIn})
+        return mock.Mock(CPUAdamOptimizer=AdamStandIn)
 
 
 def install() -> None:
     set_accelerator(AcceleratorStandIn())
     CPUAdamLoader.register_extension(KernelStandIn)
-    # it overlaps communication by marking tensors as used on another CUDA stream
-    plugins.LowLevelZeroPlugin = functools.partial(plugins.LowLevelZeroPlugin, overlap_communication=False)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
     torch.cuda.make_graphed_callables = lambda function, sample_args: function
     torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")

@@ -1,63 +1,46 @@
 """CIFAR-10 comes once to each machine, from a local web server that may be slow or fail, and is never half-used."""
 
+import shutil
+import socket
+import sys
 import threading
-import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torchvision.transforms as T
 from torchvision.datasets import CIFAR10
 
+import eval
 from eval import UserError, build_model, fetch_data, load_data
-from helpers import accuracy, error_lines, launch, launch_machines, run_eval, write_cifar10
-
-TRAIN = ("--batch_size", 5, "--num_epochs", 1, "--interval", 0)
+from helpers import ROOT, accuracy, error_lines, free_port, run, run_machines, write_cifar10
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> SimpleNamespace:
-    """An archive in CIFAR-10's format, and the attributes of torchvision's CIFAR10 that fit it."""
+    """A folder with data in CIFAR-10's format, and the attributes of torchvision's CIFAR10 that fit it."""
     folder = tmp_path_factory.mktemp("tiny")
-    attributes = write_cifar10(folder)
-    return SimpleNamespace(folder=folder, archive=(folder / CIFAR10.filename).read_bytes(), attributes=attributes)
-
-
-class Server(ThreadingHTTPServer):
-    """Serves one archive, and counts how often.
-
-    seconds: how long it takes over it
-    failure: None, "404", or "cut", which closes the connection in the middle of the archive
-    """
-
-    daemon_threads = True
-
-    def __init__(self, archive: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.archive, self.seconds, self.failure, self.downloads = archive, 0.0, None, 0
-        self.url = f"http://127.0.0.1:{self.server_port}/{CIFAR10.filename}"
+    return SimpleNamespace(folder=folder, attributes=write_cifar10(folder))
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        server = self.server
-        if self.headers.get("Method") != "HEAD":  # torchvision asks so for redirects, before it downloads
-            server.downloads += 1
-            if server.failure == "404":
-                return self.send_error(404)
-        self.send_response(200)
+        server, is_download = self.server, self.headers.get("Method") != "HEAD"  # torchvision's search for redirects
+        server.downloads += is_download
+        if server.failure == "silent":
+            server.closing.wait(20)
+        self.send_response(404 if server.failure == "404" else 200)
         self.send_header("Content-Length", str(len(server.archive)))
         self.end_headers()
-        if self.headers.get("Method") == "HEAD":
-            return None
-        half = len(server.archive) // 2
-        self.wfile.write(server.archive[:half])
-        time.sleep(server.seconds)
-        if server.failure != "cut":
-            self.wfile.write(server.archive[half:])
-        return None
+        if is_download:
+            half = len(server.archive) // 2
+            self.wfile.write(server.archive[:half])
+            server.closing.wait(20 if server.failure == "stop" else server.seconds)
+            if not server.failure:
+                self.wfile.write(server.archive[half:])
 
     def log_message(self, *args) -> None:
         pass
@@ -65,195 +48,179 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tiny):
-    with Server(tiny.archive) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    """Serves the archive, and counts how often.
+
+    seconds: how long it takes over it
+    failure: None, "404", "cut" (closes the connection in the middle of the archive), "stop" (sends nothing more from
+        there on, for 20 s), or "silent" (sends nothing at all, for 20 s)
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.archive = (tiny.folder / CIFAR10.filename).read_bytes()
+        server.seconds, server.failure, server.downloads = 0.0, None, 0
+        server.url = f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}"
+        server.closing = threading.Event()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
+        server.closing.set()
         server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
-def here(server, tiny, tmp_path, monkeypatch) -> Path:
-    """For tests in this process: CIFAR10 comes from the server to the folder that this returns."""
+def data(server, tiny, tmp_path, monkeypatch):
+    """The folder for $DATA, which is not there yet, and to which this process gets CIFAR10 from the server."""
     for name, value in {"url": server.url, **tiny.attributes}.items():
         monkeypatch.setattr(CIFAR10, name, value)
     monkeypatch.setenv("DATA", str(tmp_path / "data"))
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def scripts(server, tiny, tmp_path):
-    """For tests with the real scripts: the environment in which CIFAR10 comes from the server to a folder.
-
-    more: further lines of Python that run at the start of each process
-    """
-
-    def env(data: str = "data", more: str = "") -> dict:
-        start = tmp_path / "start"
-        start.mkdir(exist_ok=True)
-        lines = ["from torchvision.datasets import CIFAR10"]
-        lines += [f"CIFAR10.{name} = {value!r}" for name, value in {"url": server.url, **tiny.attributes}.items()]
-        (start / "sitecustomize.py").write_text("\n".join([*lines, more]))
-        return {"PYTHONPATH": start, "DATA": tmp_path / data}
-
-    return env
+    yield tmp_path / "data"
+    socket.setdefaulttimeout(None)
 
 
 def assert_usable(data: Path) -> None:
-    """What is in $DATA is whole: torchvision verifies each file's checksum before it reads them."""
+    """load_data returns what torchvision reads there, which verifies each file's checksum first."""
     for is_train, count in ((True, 50), (False, 10)):
         images, labels = load_data(is_train, synthetic=False)
-        assert len(images) == len(labels) == count
-    assert (data / CIFAR10.base_folder).is_dir()
+        assert len(images) == len(labels) == count and images.is_contiguous() and labels.dtype == torch.int64
+        stock = CIFAR10(data, train=is_train, transform=T.PILToTensor())
+        for image, label, (stock_image, stock_label) in zip(images, labels, stock):
+            assert torch.equal(image, stock_image) and label == stock_label
 
 
-@contextmanager
-def refused(*words: str):
+def failure() -> str:
+    """The line with which the data is given up."""
     with pytest.raises(UserError) as caught:
-        yield
+        fetch_data()
     line = str(caught.value)
     assert "\n" not in line
-    for word in words:
-        assert word in line
+    return line
 
 
-# ---------------------------------------------------------------------------------------------------- in this process
+# ----------------------------------------------------------------------------------------------------- in this process
 
-
-def test_data_in_place_needs_no_request(server, here):
+def test_archive_or_data_in_place_needs_no_request(server, data, tiny):
+    data.mkdir()
+    shutil.copy(tiny.folder / CIFAR10.filename, data)
     fetch_data()
-    assert_usable(here)
-    assert server.downloads == 1
+    assert_usable(data)
+    (data / CIFAR10.filename).unlink()
     fetch_data()
-    assert server.downloads == 1
-
-
-def test_archive_in_place_needs_no_request(server, here, tiny):
-    here.mkdir()
-    (here / CIFAR10.filename).write_bytes(tiny.archive)
-    fetch_data()
-    assert_usable(here)
     assert server.downloads == 0
 
 
-def test_processes_that_share_a_folder_take_turns(server, here):
+def test_processes_that_share_a_folder_take_turns(server, data):
     server.seconds = 1
-    threads = [threading.Thread(target=fetch_data) for _ in range(4)]  # a lock of its own in each, as in a process
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_usable(here)
+    with ThreadPoolExecutor(4) as threads:  # a lock of its own in each, as in a process
+        list(threads.map(lambda _: fetch_data(), range(4)))
+    assert_usable(data)
     assert server.downloads == 1
 
 
-def test_missing_on_the_server(server, here):
-    server.failure = "404"
-    with refused(f"no CIFAR-10 in {here}", server.url, "404", "$DATA", "--synthetic"):
-        fetch_data()
-    server.failure = None
+def test_download_says_what_it_does_before_it_connects(data, monkeypatch, capsys):
+    url = f"http://127.0.0.1:{free_port()}/{CIFAR10.filename}"
+    problem = f"there is no {CIFAR10.base_folder} in {data}"
+    with monkeypatch.context() as patch:
+        patch.setattr(CIFAR10, "url", url)
+        line = failure()
+    for words in (problem, f"getting {url} failed", "refused", "$DATA", "--synthetic"):
+        assert words in line
+    output = capsys.readouterr().out
+    assert output.splitlines()[0] == f"{problem}: downloading {url} to {data / CIFAR10.filename}"
+    assert not data.exists()
     fetch_data()
-    assert_usable(here)
+    assert "100%" in capsys.readouterr().err
 
 
-def test_connection_cut_in_the_middle(server, here):
-    server.failure = "cut"
+@pytest.mark.parametrize("kind", ["404", "cut", "stop", "silent"])
+def test_download_that_fails(server, data, monkeypatch, kind):
+    monkeypatch.setattr(eval, "DOWNLOAD_TIMEOUT", 0.5)
+    server.failure = kind
+    reason = {"404": "404", "cut": "", "stop": "timed out", "silent": "timed out"}[kind]
+    half = kind in ("cut", "stop")
+    problem = f"{data / CIFAR10.filename} is incomplete or damaged" if half else f"no {CIFAR10.base_folder} in {data}"
     for _ in range(2):  # the second time, what is left of the first is in the way
-        with refused(f"{here / CIFAR10.filename} is incomplete or damaged", server.url):
-            fetch_data()
-        assert not (here / CIFAR10.base_folder).exists()
+        line = failure()
+        assert problem in line and f"getting {server.url} failed" in line and reason in line
+        assert data.exists() == half and not (data / CIFAR10.base_folder).exists()
     server.failure = None
     fetch_data()
-    assert_usable(here)
-    assert server.downloads == 3
+    assert_usable(data)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_half_unpacked_archive_is_unpacked_again(server, here, damage):
+@pytest.mark.parametrize("damage", ["missing", "checksum"])
+def test_damaged_file(server, data, damage):
     fetch_data()
-    batch = here / CIFAR10.base_folder / "data_batch_3"
+    batch = data / CIFAR10.base_folder / "data_batch_3"
     content = batch.read_bytes()
-    batch.unlink()
-    if damage == "cut":
-        batch.write_bytes(content[: len(content) // 2])
+    spoil = Path.unlink if damage == "missing" else lambda path: path.write_bytes(content[:-1] + b"?")
+    spoil(batch)
     fetch_data()
-    assert batch.read_bytes() == content
-    assert_usable(here)
-    assert server.downloads == 1
+    assert batch.read_bytes() == content and server.downloads == 1, "unpacked again"
+    spoil(batch)
+    (data / CIFAR10.filename).unlink()
+    server.failure = "404"
+    line = failure()
+    assert str(batch) in line and damage in line
 
 
-# --------------------------------------------------------------------------------------------------- the real scripts
+def test_data_is_the_folder_itself(server, data, tiny, monkeypatch):
+    monkeypatch.setenv("DATA", str(tiny.folder / CIFAR10.base_folder))
+    assert f"$DATA must be the folder that holds {CIFAR10.base_folder}: DATA={tiny.folder}" in failure()
+    assert server.downloads == 0
 
 
-SHORT_TIMEOUT = """
-import datetime
+def test_eval_downloads_to_the_home_folder(data, tmp_path, monkeypatch, capsys):
+    torch.save(build_model().state_dict(), tmp_path / "model_1.pth")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "-c", str(tmp_path), "-e", "latest"])
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DATA", "~/cifar")
+    monkeypatch.chdir(tmp_path)
+    eval.main()
+    assert accuracy(capsys.readouterr().out) % 10 == 0  # of ten images
+    assert_usable(tmp_path / "home" / "cifar")
+    assert not Path("~").exists()
+
+
+# --------------------------------------------------------------------------------------------------- several processes
+
+TRAIN = ("--batch_size", 5, "--num_epochs", 1, "--interval", 0)
+SCRIPT = """
+import datetime, runpy
 import torch.distributed as dist
-dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds={seconds})
-"""
-IMPATIENT = """
-new_group = dist.new_group
-dist.new_group = lambda *args, timeout=None, **options: new_group(*args, **options)
+from torchvision.datasets import CIFAR10
+for name, value in {attributes!r}.items():
+    setattr(CIFAR10, name, value)
+dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=8)
+runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def test_other_processes_wait_longer_than_a_collective_may_take(server, scripts, tmp_path):
-    server.seconds = 12
-    result = launch(2, *TRAIN, env=scripts(more=SHORT_TIMEOUT.format(seconds=8)), cwd=tmp_path)
-    assert result.returncode == 0, result.stdout
-    accuracy(result.stdout)
+@pytest.fixture
+def script(server, tiny, tmp_path) -> Path:
+    """A script that runs train.py where CIFAR10 comes from the server, and no collective may take eight seconds."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(attributes={"url": server.url, **tiny.attributes}, train=str(ROOT / "train.py")))
+    return path
+
+
+def test_other_processes_wait_longer_than_a_collective_may_take(server, script, tmp_path):
+    server.seconds = 11
+    result = run(2, *TRAIN, script=script, env={"DATA": tmp_path / "data"}, cwd=tmp_path)
+    assert result.returncodes == [0, 0], result.output
     assert server.downloads == 1
 
-    model = build_model()
-    (tmp_path / "checkpoint").mkdir()
-    torch.save(model.state_dict(), tmp_path / "checkpoint" / "model_1.pth")
-    result = run_eval("-e", 1, env=scripts(), cwd=tmp_path)  # the data is there now
-    assert result.returncode == 0, result.stdout
-    assert server.downloads == 1
 
-
-def test_that_timeout_would_end_a_wait_in_the_default_way(server, scripts, tmp_path):
-    server.seconds = 12
-    result = launch(2, *TRAIN, env=scripts(more=SHORT_TIMEOUT.format(seconds=8) + IMPATIENT), cwd=tmp_path)
-    assert result.returncode != 0
-    assert "exitcode  : 2" in result.stdout  # the one that waited gave up
-    assert "another machine failed while CIFAR-10 was fetched" in result.stdout  # as if that had been another machine's
-    assert "Accuracy of the model" not in result.stdout
-
-
-def test_each_machine_downloads_once(server, scripts, tmp_path):
-    """Two launchers stand for two machines, each with its own $DATA."""
-    envs = [{**scripts(), "DATA": tmp_path / f"data_{rank}"} for rank in range(2)]
-    results = launch_machines([TRAIN, TRAIN], envs, cwd=tmp_path)
+def test_each_machine_downloads_once(server, script, tmp_path):
+    envs = [{"DATA": tmp_path / name} for name in ("data_0", "data_1")]
+    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", script=script, cwd=tmp_path)
     assert [result.returncode for result in results] == [0, 0], results
     assert server.downloads == 2
-    for rank in range(2):
-        assert (tmp_path / f"data_{rank}" / CIFAR10.base_folder / "test_batch").is_file()
-    accuracy(results[0].stdout)
 
 
-def test_failed_download_ends_all_processes(server, scripts, tmp_path):
+def test_failed_download_ends_other_machines_with_the_same_line(server, script, tiny, tmp_path):
     server.failure = "cut"
-    start = time.time()
-    result = launch(2, *TRAIN, env=scripts(), cwd=tmp_path)
-    assert result.returncode != 0
-    assert len(error_lines(result.stdout)) == 1 and server.url in error_lines(result.stdout)[0]
-    assert 'train.py", line' not in result.stdout  # no traceback but torchrun's own
-    assert time.time() - start < 60  # most of it is importing
-    assert server.downloads == 1
-
-
-def test_eval_downloads_too(server, scripts, tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    torch.save(build_model().state_dict(), tmp_path / "checkpoint" / "model_1.pth")
-    server.failure = "cut"
-    result = run_eval("-e", "latest", env=scripts("elsewhere"), cwd=tmp_path)
-    assert result.returncode == 2
-    [line] = error_lines(result.stdout, "eval.py")
-    assert str(tmp_path / "elsewhere" / CIFAR10.filename) in line
-    server.failure = None
-    result = run_eval("-e", "latest", env=scripts("elsewhere"), cwd=tmp_path)
-    assert result.returncode == 0, result.stdout
-    assert accuracy(result.stdout) % 10 == 0  # of ten images
-    assert server.downloads == 2
-    assert not (tmp_path / "data").exists()
+    envs = [{"DATA": tiny.folder}, {"DATA": tmp_path / "data"}]
+    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", script=script, cwd=tmp_path)
+    assert [result.returncode for result in results] == [2, 2], results
+    for result in results:
+        [line] = error_lines(result.output)
+        assert f"{tmp_path / 'data' / CIFAR10.filename} is incomplete or damaged" in line and server.url in line
+        assert "Traceback" not in result.output

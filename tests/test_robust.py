@@ -1,116 +1,166 @@
-"""Runs that are killed, restarted, or out of disk space leave whole checkpoints, and end as undisturbed ones."""
+"""Runs that are killed or hindered, or that diverge, leave whole checkpoints; one process's failure ends all."""
 
-import filecmp
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-import forked
 import pytest
-import train
-from helpers import ROOT, launch, run
+from exact_resume import copy_epoch, files_that_differ, read
+from helpers import Result, error_lines, run, run_machines, start
 
-PLANTED = "tests/planted.py"
-SMALL = ["--images", 64, "--test_images", 50]
+FEW = "images=64,50"
 SETTINGS = ["--synthetic", "--batch_size", 8, "-i", 1]  # four steps in an epoch of two processes
-NAMES = [f"{part}_{{}}.pth" for part in ("model", "optimizer", "lr_scheduler")]
+FIRST_EPOCH = ["lr_scheduler_1.pth", "model_1.pth", "optimizer_1.pth"]
+MACHINES = {"LOCAL_RANK": 0}  # each process poses as the only one of its machine, and so says itself why it ends
+
+
+def train(nproc: int, folder: Path, *args, planted=(), begin=run) -> Result:
+    return begin(nproc, *SETTINGS, "-c", folder, *args, planted=[FEW, *planted], env=MACHINES)
+
+
+def check_end(result: Result, exit_code: int, *words: str) -> str:
+    """Both processes ended with one line, their last, that has all the words. Returns it."""
+    assert result.returncodes == [exit_code] * 2, result.output
+    lines = error_lines(result.output)
+    assert len(lines) == 2 and lines == result.output.splitlines()[-2:], result.output
+    assert all(word in line for line in lines for word in words), lines
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    result = forked.run(2, *SMALL, "train.py", *SETTINGS, "-n", 3, "-c", folder, script=PLANTED)
-    assert result.returncodes == [0, 0], result.output
+def whole(tmp_path_factory):
+    """The folder of an undisturbed run of three epochs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(2, folder, "-n", 3).returncode == 0
     yield folder
     shutil.rmtree(folder)
 
 
-def check_equal(epochs: range, folder: Path, undisturbed: Path) -> None:
-    names = [name.format(epoch) for epoch in epochs for name in NAMES]
-    assert filecmp.cmpfiles(folder, undisturbed, names, shallow=False) == (names, [], [])
-    assert not list(folder.glob(".*"))
-
-
-# ------------------------------------------------------------------------------------------------------------ killed
-
-
-def test_kills_at_random_moments():
-    result = run([sys.executable, ROOT / "tests/kill_at_random.py", 4])
-    assert result.returncode == 0, result.stdout
-    assert "4 of 4 runs ended as the undisturbed one" in result.stdout
-    assert "| saving |" in result.stdout, "at least one was killed while it saved"
-
-
-@pytest.mark.parametrize(
-    "launcher, restarts, rank",
-    [("torchrun", ["--max-restarts", 3], 1), ("colossalai", ["--extra_launch_args", "max_restarts=3"], 0)],
-)
-def test_killed_rank_is_restarted(undisturbed, tmp_path, launcher, restarts, rank):
-    """In the middle of epoch 3; the launcher starts all ranks again, and they go on after epoch 2."""
-    folder, stamp = tmp_path / "ckpt", tmp_path / "stamp"
-    arguments = [*SETTINGS, "-n", 3, "-r", "latest", "-c", folder]
-    planted = [*SMALL, "--fault", "kill", rank, 10, stamp, "train.py"]
-    result = launch(2, *planted, *arguments, launcher=launcher, launcher_args=restarts, script=PLANTED)
-    assert result.returncode == 0, result.stdout
-    assert stamp.exists()
-    assert result.stdout.count("starting afresh") == 1
-    assert result.stdout.count("Resuming after epoch 2") == 1
-    check_equal(range(1, 4), folder, undisturbed)
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A folder with that run's first checkpoint, which must stay as it is."""
+    folder = copy_epoch(1, whole, tmp_path / "ckpt")
+    yield folder
+    assert not files_that_differ(1, whole, folder)
     shutil.rmtree(folder)
 
 
-def test_overwritten_checkpoint_is_whole_until_the_new_one_exists(tmp_path, monkeypatch):
-    """One of torch_ddp, which has no loss scale, over one of a plugin that has."""
-    aside, scaler, model = tmp_path / ".saving_1", tmp_path / "grad_scaler_1.pth", tmp_path / "model_1.pth"
-    aside.mkdir()
-    for path, text in [(scaler, "old"), (model, "old"), (aside / "model_1.pth", "new")]:
-        path.write_text(text)
-
-    def end(*paths):
-        raise SystemExit("the run ends here")
-
-    with monkeypatch.context() as changed, pytest.raises(SystemExit):
-        changed.setattr(Path, "rename", end)
-        train.finish_save(aside, 1)
-    assert scaler.read_text() == model.read_text() == "old"
-    train.finish_save(aside, 1)
-    assert model.read_text() == "new" and {path.name for path in tmp_path.iterdir()} == {"model_1.pth"}
+def test_kills_at_random_moments():
+    result = run(1, 4, script="tests/kill_at_random.py", launcher="python")
+    assert result.returncode == 0, result.output
+    assert "4 of 4 runs ended as the undisturbed one" in result.output
+    assert "| epoch " in result.output, "at least one was killed while it saved"
 
 
-# --------------------------------------------------------------------------------------------------- nowhere to write
+def test_killed_rank_is_restarted(whole, tmp_path):
+    """In the middle of epoch 3; the launcher starts all ranks again, and they go on after epoch 2."""
+    restarts, planted = ["--extra_launch_args", "max_restarts=3"], [FEW, "fault=kill,1,10"]
+    arguments = [*SETTINGS, "-n", 3, "-r", "latest", "-c", tmp_path]
+    result = run(2, *arguments, planted=planted, launcher="colossalai", launcher_args=restarts)
+    assert result.returncode == 0, result.output
+    assert result.output.count("starting afresh") == 1
+    assert result.output.count("Resuming after epoch 2") == 1
+    assert not any(files_that_differ(epoch, whole, tmp_path) for epoch in (1, 2, 3))
 
 
-def check_refused(result: forked.Result, folder: Path, undisturbed: Path) -> None:
-    """The save of epoch 2 failed on both ranks; epoch 1 is as it was."""
-    assert result.returncodes == [2, 2], result.output
-    errors = [line for line in result.output.splitlines() if "error" in line.lower()]
-    start, end = f"train.py: error: epoch 2 could not be saved in {folder} (", "older checkpoints are intact"
-    assert all(error.startswith(start) and error.endswith(end) for error in errors)
-    assert 1 <= len(errors) <= 2, "the launcher ends the second rank before it says the same"
-    assert "Traceback" not in result.output
-    assert sorted(path.name for path in folder.iterdir()) == sorted(name.format(1) for name in NAMES)
-    check_equal(range(1, 2), folder, undisturbed)
+def test_model_file_comes_last(folder, tmp_path):
+    """An epoch is overwritten: the old model file goes first; the new one gets its name when all is on the disk."""
+    (folder / "grad_scaler_1.pth").touch()  # of an earlier run with another plugin
+    assert train(2, folder, "-n", 1, planted=[f"record={tmp_path / 'log'}"]).returncode == 0
+    done, flush = (tmp_path / "log").read_text().splitlines(), f"fsync {folder.name}"
+    assert done[:2] == ["unlink model_1.pth", flush]
+    last_save = max(number for number, line in enumerate(done) if line.startswith("save "))
+    flushed = [flush, "fsync .model_1.pth", "fsync lr_scheduler_1.pth", "fsync optimizer_1.pth"]
+    assert sorted(done[last_save + 1 : -2]) == sorted(flushed)
+    assert done[-2:] == ["rename .model_1.pth", flush]
+    assert names(folder) == FIRST_EPOCH
 
 
-def resume_from_first(folder: Path, undisturbed: Path, *planted) -> forked.Result:
-    for name in NAMES:
-        shutil.copy(undisturbed / name.format(1), folder)
-    arguments = [*SETTINGS, "-n", 2, "-r", "latest", "-c", folder]
-    return forked.run(2, *SMALL, *planted, "train.py", *arguments, script=PLANTED)
+def test_second_run_in_a_folder_is_refused(tmp_path):
+    first = train(2, tmp_path, "-n", 1000, begin=start)
+    first.wait_for("Epoch [1/")
+    check_end(train(2, tmp_path, "-n", 2), 2, f"another run saves in {tmp_path}: wait for it, or choose another folder")
+    assert train(2, tmp_path, "-n", 1, "-i", 0).returncode == 0, "it saves nothing"
+    assert first.is_running()
+    first.kill()
+    printed = re.findall(r"Epoch \[(\d+)/", first.wait().output)
+    assert {path.name for path in tmp_path.glob("model_*")} <= {f"model_{epoch}.pth" for epoch in printed}
+    assert train(2, tmp_path, "-n", len(printed) + 1, "-r", "latest").returncode == 0, "its lock has died with it"
+    shutil.rmtree(tmp_path)
 
 
-def test_file_limit(undisturbed, tmp_path):
-    """It lets the model be written, 45 MB, but not the optimizer, 89 MB."""
-    check_refused(resume_from_first(tmp_path, undisturbed, "--file_limit", 60_000_000), tmp_path, undisturbed)
+@pytest.mark.parametrize("planted", ["error=fcntl.flock,ENOLCK", "error=os.fsync,EINVAL"])
+def test_file_system_that_cannot_lock_or_flush(tmp_path, planted):
+    assert train(2, tmp_path, "-n", 1, planted=[planted]).returncode == 0
+    assert names(tmp_path) == FIRST_EPOCH
 
 
-def test_full_disk(undisturbed, tmp_path):
-    """The first checkpoint takes 134 MB of it, so that the second's model does not fit."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=150m", "tmpfs", tmp_path], capture_output=True)
+@pytest.mark.parametrize("planted", ["error=os.fsync,EIO", "file_limit=60000000"])
+def test_save_that_fails(folder, planted):
+    """The limit lets no optimizer be written, which takes 89 MB."""
+    result = train(2, folder, "-n", 2, "-r", 1, planted=[planted])
+    line = check_end(result, 2, f"epoch 2 could not be saved in {folder}: ", "other checkpoints are intact")
+    assert "disk is full" not in line
+    assert re.search(r"Epoch \[2/2\] loss .*, test accuracy [\d.]+%\n", result.output), "what is known is printed first"
+    assert not (folder / "model_2.pth").exists()
+
+
+def test_full_disk(folder, tmp_path):
+    """The first checkpoint takes 134 MB of it, so that the second's optimizer does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=150m", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
     try:
-        check_refused(resume_from_first(tmp_path, undisturbed), tmp_path, undisturbed)
+        copy_epoch(1, folder, disk)
+        check_end(train(2, disk, "-n", 2, "-r", 1), 2, f"epoch 2 could not be saved in {disk}: the disk is full; ")
+        assert names(disk) == FIRST_EPOCH and not files_that_differ(1, folder, disk)
     finally:
-        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_loss_that_is_not_finite(folder, tmp_path):
+    check_end(train(2, tmp_path / "new", "-n", 2, "--lr", 1e20), 1, "diverged", "epoch 1", "a lower --lr")
+    assert not names(tmp_path / "new")
+    check_end(train(2, folder, "-n", 3, "--lr", 1e20, "-r", "latest"), 1, "diverged", "epoch 2", "lower --lr", "-r 1")
+    assert names(folder) == FIRST_EPOCH
+
+
+@pytest.mark.parametrize("plugin, kind, rank", [
+    ("torch_ddp", "weight", 0), ("torch_ddp_fp16", "moment", 0), ("gemini", "weight", 0), ("gemini", "moment", 0),
+    ("low_level_zero", "weight", 1), ("low_level_zero", "moment", 1),  # of which this process has another share
+])  # fmt: skip
+def test_weight_or_moment_that_is_not_finite(tmp_path, plugin, kind, rank):
+    planted = ["images=32,50", *["double"] * (plugin != "torch_ddp"), f"fault={kind},{rank},2"]
+    result = train(2, tmp_path, "-p", plugin, "-n", 1, planted=planted)
+    check_end(result, 1, "diverged", "epoch 1", "a lower --lr")
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("plugin, scale", [("torch_ddp_fp16", 1e38), ("low_level_zero", 1e6), ("gemini", 1e6)])
+def test_steps_that_fp16_skips_are_no_divergence(tmp_path, plugin, scale):
+    result = train(2, tmp_path, "-p", plugin, "-n", 1, planted=["double", f"loss_scale=1000,{scale}"])
+    assert result.returncode == 0, result.output
+    assert 0 < read(tmp_path / "grad_scaler_1.pth")["scale"] < scale, "none was skipped"
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("other, planted, resumed, message", [
+    ("ckpt", ["error=torch.load,EACCES"], 1, "ckpt/model_1.pth cannot be read: it is truncated, or not a checkpoint"),
+    ("other", [], 1, "other/model_1.pth is missing or empty. Saved in that folder"),
+    ("other", [], "latest", "machines see different checkpoints in"),
+])  # fmt: skip
+def test_problem_of_one_machine_ends_both(folder, tmp_path, other, planted, resumed, message):
+    arguments = [
+        (FEW, *words, "train.py", *SETTINGS, "-c", path, "-n", 2, "-r", resumed)
+        for words, path in [([], folder), (planted, tmp_path / other)]
+    ]
+    first, second = run_machines(arguments, [{}, {}], launcher="fork", script="tests/planted.py")
+    check_end(Result(first.returncodes + second.returncodes, first.output + second.output), 2, message)

@@ -1,30 +1,27 @@
 """Bad input: one line that says what is wrong and what to do, printed once, exit code 2, and nothing touched."""
 
+import itertools
 import os
 import pickle
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import MultiStepLR
-from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18, resnet34
 
+import eval
 import train
-from eval import UserError, build_model, fetch_data
-from eval import main as eval_main
-from helpers import error_lines, free_port, launch, run_eval
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+from eval import UserError, build_model, saved_epochs
+from helpers import accuracy, error_lines, run
 
 
-@pytest.fixture(scope="session")
-def whole_checkpoint(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
     """A folder with the checkpoint of epoch 2, as torch_ddp leaves it."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("saved")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
     scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
@@ -32,411 +29,381 @@ def whole_checkpoint(tmp_path_factory) -> Path:
         model(torch.rand(2, 3, 32, 32)).sum().backward()
         optimizer.step()
         scheduler.step()
-    torch.save(model.state_dict(), folder / "model_2.pth")
-    torch.save(optimizer.state_dict(), folder / "optimizer_2.pth")
-    torch.save(scheduler.state_dict(), folder / "lr_scheduler_2.pth")
+    for part, source in zip(train.PARTS, (model, optimizer, scheduler)):
+        torch.save(source.state_dict(), folder / f"{part}_2.pth")
     return folder
 
 
 @pytest.fixture
-def checkpoint(whole_checkpoint, tmp_path) -> Path:
+def checkpoint(saved, tmp_path) -> Path:
     """A folder with whole checkpoints of epochs 2 and 4 whose files a test may replace or remove."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    for part in train.PARTS:
-        (folder / f"{part}_2.pth").symlink_to(whole_checkpoint / f"{part}_2.pth")
-        (folder / f"{part}_4.pth").symlink_to(whole_checkpoint / f"{part}_2.pth")
-    state = torch.load(whole_checkpoint / "lr_scheduler_2.pth", weights_only=True)
-    replace(folder / "lr_scheduler_4.pth", {**state, "last_epoch": 4})
+    for part, epoch in itertools.product(train.PARTS, (2, 4)):
+        (folder / f"{part}_{epoch}.pth").symlink_to(saved / f"{part}_2.pth")
+    change(folder / "lr_scheduler_4.pth", lambda state: {**state, "last_epoch": 4})
     return folder
 
 
 def replace(path: Path, content: object) -> None:
     """Put a file with `content`, bytes or anything that torch saves, in the place of `path`."""
     path.unlink(missing_ok=True)
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(content, path)
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
 
 
-def listing(folder: Path) -> list:
-    """What is in a folder, and when it was last written."""
-    return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+def change(path: Path, how) -> None:
+    """Put `how(content)` in the place of a file that torch saved."""
+    replace(path, how(torch.load(path, weights_only=True)))
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def listing() -> list:
+    """What is in the working folder, and when it was last written."""
+    return sorted((path, path.lstat().st_mtime_ns) for path in Path().rglob("*"))
 
 
 def start(*args) -> int:
-    """What train.py does with its arguments before it starts anything. Returns the epoch to resume from."""
+    """What train.py does with its arguments, alone and before it writes anything. Returns the epoch to resume from."""
     parsed = train.get_args_parser().parse_args([str(arg) for arg in args])
+    train.check_environment()
     train.check_args(parsed)
     return train.find_checkpoint(parsed)
 
 
-@pytest.fixture
-def refusal(tmp_path, monkeypatch):
-    """A function that gives train.py's arguments to `start`, and returns the line that refuses them.
-
-    It runs in an empty folder, and what is in the test's own folder must stay as it is.
-    """
-
-    def refuse(*args, start=start) -> str:
-        before = listing(tmp_path)
-        with pytest.raises(UserError) as caught:
-            start(*args)
-        assert listing(tmp_path) == before
-        line = str(caught.value)
-        assert line and "\n" not in line
-        return line
-
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    return refuse
+def evaluate(*args) -> None:
+    """Run eval.py in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+        eval.main()
 
 
-@pytest.fixture
-def eval_refusal(refusal, monkeypatch):
-    """The same for eval.py as a whole."""
-
-    def main(*args) -> None:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
-        eval_main()
-
-    return lambda *args: refusal(*args, start=main)
+def refusal(function, *args) -> str:
+    """The line with which `function` refuses `args`. What is in the working folder must stay as it is."""
+    before = listing()
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert listing() == before
+    line = str(caught.value)
+    assert line and "\n" not in line
+    return line
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
-
 
 @pytest.mark.parametrize(
     "args, message",
     [
         (["--interval", -1], "--interval must be 0 or more"),
         (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
-        (["--target_acc", -0.1], "--target_acc is a fraction in 0..1"),
-        (["--target_acc", "nan"], "--target_acc is a fraction in 0..1"),
         (["--num_epochs", 0], "--num_epochs must be 1 or more"),
-        (["--batch_size", 0], "--batch_size must be in 1..50000"),
+        (["--batch_size", 1], "--batch_size must be 2 or more"),
         (["--lr", 0], "--lr must be a number above 0"),
+        (["--lr", "nan"], "--lr must be a number above 0"),
         (["--seed", -1], "--seed must be in 0"),
         (["--resume", 0], "--resume takes an epoch from 1 on"),
-        (["--resume", -2], "--resume takes an epoch from 1 on"),
         (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
         (["--plugin", "ddp"], "invalid choice: 'ddp'"),
         (["--epochs", 3], "unrecognized arguments: --epochs 3"),
-        (["--num_epochs", "many"], "--num_epochs: invalid int value: 'many'"),
-        (["--batch_size"], "--batch_size: expected one argument"),
     ],
 )
-def test_wrong_argument(refusal, args, message):
-    assert message in refusal(*args)
+def test_wrong_argument(args, message):
+    assert message in refusal(start, *args)
 
 
 @pytest.mark.parametrize("args", [[], ["--interval", 0], ["--target_acc", 0], ["--target_acc", 1], ["-r", "latest"]])
-def test_right_arguments(args, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_right_arguments(args):
     assert start(*args) == 0
-    assert listing(tmp_path) == []
+    assert listing() == []
 
 
-@pytest.mark.parametrize("plugin", ["torch_ddp_fp16", "low_level_zero", "gemini"])
-def test_plugin_that_needs_a_gpu(refusal, monkeypatch, plugin):
+def test_wrong_argument_of_eval():
+    assert "unrecognized arguments: -p gemini" in refusal(evaluate, "-p", "gemini")
+    assert "'newest' is neither an epoch number nor 'latest'" in refusal(evaluate, "-e", "newest")
+
+
+@pytest.mark.parametrize("main, option", [(train.main, "--resume"), (eval.main, "--epoch")])
+def test_help_needs_no_launcher(main, option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert option in capsys.readouterr().out
+
+
+def test_plugin_that_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
-    line = refusal("-p", plugin)
-    assert f"-p {plugin} needs a GPU" in line and "use -p torch_ddp" in line
+    for plugin in ("torch_ddp_fp16", "low_level_zero", "gemini"):
+        line = refusal(start, "-p", plugin)
+        assert f"-p {plugin} runs on CUDA and NPU only" in line and "use -p torch_ddp" in line
 
 
-def test_more_processes_than_gpus(refusal, monkeypatch):
+def test_path_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for script in (train, eval):
+        assert script.get_args_parser().parse_args(["-c=~/x"]).checkpoint == tmp_path / "x"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for a user without an entry
+    assert "~/x: Could not determine home directory" in refusal(start, "-c=~/x")
+
+
+# -------------------------------------------------------------------------------------------------------- environment
+
+LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({**LAUNCHED, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+        ({"LOCAL_RANK": "0"}, "RANK is ''"),
+        ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
+        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+    ],
+)
+def test_part_of_a_launcher_environment(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = refusal(start)
+    assert message in line and "start with torchrun or colossalai run; under Slurm with srun torchrun" in line
+
+
+def test_environments_of_slurm_that_are_right(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # alone in an interactive allocation
+    assert start() == 0
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert start() == 0
+    for name, value in {"SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}.items():  # srun torchrun
+        monkeypatch.setenv(name, value)
+    assert start() == 0
+
+
+def test_torch_that_cannot_read_what_it_writes(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.3.1+cu121")
+    line = refusal(start)
+    assert "torch 2.3.1+cu121" in line and "install torch 2.4 or newer" in line
+
+
+def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cuda", device_count=lambda: 2))
-    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "4 processes but 2 GPUs on this machine" in refusal()
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "4 processes but 2 GPUs on this machine" in refusal(start)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert start() == 0
 
 
-def test_tensorboard_without_its_package(refusal, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
-    assert "pip install tensorboard" in refusal("--tensorboard", "curves")
-
-
-def test_batch_larger_than_a_share(refusal, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def test_batch_larger_than_a_share(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--batch_size must be in 1..2000, a process's share" in refusal("--synthetic", "--batch_size", 2001)
-    assert "--batch_size must be in 1..25000, a process's share" in refusal("--batch_size", 25001)
-    assert start("--synthetic", "--batch_size", 2000) == 0
+    for args, share in ([], 25000), (["--synthetic"], 2000):
+        args = train.get_args_parser().parse_args([*args, "--batch_size", str(share)])
+        train.check_args(args)
+        args.batch_size += 1
+        assert f"--batch_size must be {share} or less, a process's share" in refusal(train.check_args, args)
 
 
-def test_tensorboard_folder_is_a_file(refusal, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.ModuleType("torch.utils.tensorboard"))
+@pytest.fixture
+def alone(monkeypatch) -> SimpleNamespace:
+    """The coordinator of the only process of a job."""
+    monkeypatch.setattr(train, "gather", lambda value: [value])
+    return SimpleNamespace(is_master=lambda: True)
+
+
+def test_tensorboard_that_cannot_be_written(alone, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
+    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, alone)
+    package = SimpleNamespace(SummaryWriter=lambda folder, purge_step: os.makedirs(folder, exist_ok=True))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     (tmp_path / "file").touch()
-    line = refusal("-i", 0, "--tensorboard", tmp_path / "file")
-    assert f"nothing can be written to {tmp_path / 'file'}" in line and "--tensorboard" in line
+    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, alone)
 
 
-def test_checkpoint_folder_is_a_dangling_link(refusal, tmp_path):
+# ---------------------------------------------------------------------------------------------------------- the folder
+
+def test_checkpoint_folder_that_cannot_be_written(alone, tmp_path):
+    (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    assert f"nothing can be written to {tmp_path / 'link'}" in refusal("-c", tmp_path / "link")
-
-
-def test_checkpoint_folder_is_a_file(refusal, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for path in (file, file / "below"):
-        line = refusal("-c", path)
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", Path("/proc/checkpoint")):
+        line = refusal(train.claim, path)
         assert f"nothing can be written to {path}" in line and "-c" in line
-    assert file.read_text() == "mine"
+    args = train.get_args_parser().parse_args(["-c", "/proc/checkpoint", "--interval", "0"])
+    assert train.agree_on_start(args, alone) == 0  # nothing will be written
 
 
-@needs_proc
-def test_checkpoint_folder_is_not_writable(refusal):
-    assert "nothing can be written to /proc/checkpoint" in refusal("-c", "/proc/checkpoint")
-    assert start("-c", "/proc/checkpoint", "--interval", 0) == 0  # nothing will be written
+def test_what_is_no_checkpoint_is_not_counted(checkpoint):
+    for name in ("model_99.pth", "model_11.pth.part", ".model_6.pth"):
+        (checkpoint / name).touch()
+    (checkpoint / "model_7.pth").mkdir()
+    for name in ("model_011.pth", "model_0.pth", "model_x.pth", "model_12.pth"):
+        (checkpoint / name).symlink_to("model_2.pth")
+    assert saved_epochs(checkpoint) == [2, 4, 12]
+    assert start("-c", checkpoint, "-r", "latest") == 4  # epoch 12 has no optimizer file
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_checkpoint_folder_without_permission(refusal, tmp_path):
-    folder = tmp_path / "closed"
-    folder.mkdir(mode=0o500)
-    assert "Permission denied" in refusal("-c", folder / "checkpoint")
-
-
-# ------------------------------------------------------------------------------------------------------------- resume
-
-
-def test_whole_checkpoints_are_found(checkpoint):
-    assert start("-c", checkpoint, "-r", 2) == 2
-    assert start("-c", checkpoint, "-r", "latest") == 4
-    assert start("-c", checkpoint, "-r", "latest", "-n", 4) == 4
-    assert start("-c", checkpoint) == 0
-
-
-def test_resume_from_an_epoch_that_was_not_saved(refusal, checkpoint):
-    line = refusal("-c", checkpoint, "-r", 3)
-    assert f"{checkpoint / 'model_3.pth'} is missing" in line and "epochs 2, 4" in line
-
-
-@pytest.mark.parametrize("part", train.PARTS)
-def test_resume_with_a_missing_file(refusal, checkpoint, part):
-    (checkpoint / f"{part}_4.pth").unlink()
-    line = refusal("-c", checkpoint, "-r", 4)
-    assert f"{checkpoint / f'{part}_4.pth'} is missing" in line and line.endswith("epochs 2")
-    assert start("-c", checkpoint, "-r", "latest") == 2  # the newest whole one
-
-
-def test_resume_without_any_checkpoint(refusal, tmp_path):
-    assert "model_3.pth is missing. Saved in that folder (-c): none" in refusal("-c", tmp_path / "none", "-r", 3)
+def test_epoch_that_was_not_saved(checkpoint, tmp_path):
+    for function, option in ((start, "-r"), (evaluate, "-e")):
+        line = refusal(function, "-c", checkpoint, option, 3, "--synthetic")
+        assert f"{checkpoint / 'model_3.pth'} is missing" in line and line.endswith(": epochs 2, 4")
+        line = refusal(function, "-c", tmp_path / "none", option, 3, "--synthetic")
+        assert "model_3.pth is missing" in line and line.endswith(": none")
+    assert f"no checkpoint in {tmp_path / 'none'}" in refusal(evaluate, "-c", tmp_path / "none", "-e", "latest")
     assert start("-c", tmp_path / "none", "-r", "latest") == 0
 
 
-@pytest.mark.parametrize("epoch", [4, "latest"])
-def test_resume_beyond_num_epochs(refusal, checkpoint, epoch):
-    line = refusal("-c", checkpoint, "-r", epoch, "-n", 3)
-    assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
+@pytest.mark.parametrize("part", train.PARTS)
+def test_resume_with_a_missing_or_empty_file(checkpoint, part):
+    for spoil in (Path.unlink, Path.touch):
+        spoil(checkpoint / f"{part}_4.pth")
+        line = refusal(start, "-c", checkpoint, "-r", 4)
+        assert f"{checkpoint / f'{part}_4.pth'} is missing or empty" in line and line.endswith("epochs 2")
+    assert start("-c", checkpoint, "-r", "latest") == 2  # the newest whole one
 
+
+def test_resume_beyond_num_epochs(checkpoint):
+    assert start("-c", checkpoint, "-r", 2, "-n", 3) == 2
+    assert start("-c", checkpoint, "-r", "latest", "-n", 4) == 4
+    for epoch in (4, "latest"):
+        line = refusal(start, "-c", checkpoint, "-r", epoch, "-n", 3)
+        assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
 
 @pytest.mark.parametrize("part", train.PARTS)
-@pytest.mark.parametrize("keep", [0, 0.99])
-def test_truncated_file(refusal, checkpoint, part, keep):
+def test_truncated_file(checkpoint, part):
     path = checkpoint / f"{part}_4.pth"
     content = path.read_bytes()
-    replace(path, content[: int(keep * len(content))])
-    line = refusal("-c", checkpoint, "-r", 4)
-    assert f"{path} cannot be read: it is truncated, or not a checkpoint" in line
+    replace(path, content[: int(0.99 * len(content))])
+    lines = [refusal(start, "-c", checkpoint, "-r", "latest")]
+    if part == "model":
+        lines.append(refusal(evaluate, "-c", checkpoint, "-e", "latest", "--synthetic"))
+    for line in lines:
+        assert f"{path} cannot be read: it is truncated, or not a checkpoint" in line
+        assert "PytorchStreamReader failed" in line, "torch's own reason"
+        assert line.endswith("Others in that folder: epochs 2")
 
 
 @pytest.mark.parametrize("part", train.PARTS)
 @pytest.mark.parametrize("content", [b"Not a checkpoint.\n", [1, 2, 3], {"a": 1}], ids=["text", "list", "dict"])
-def test_foreign_file(refusal, checkpoint, part, content):
+def test_foreign_file(checkpoint, part, content):
     replace(checkpoint / f"{part}_4.pth", content)
-    assert str(checkpoint / f"{part}_4.pth") in refusal("-c", checkpoint, "-r", 4)
-
-
-@pytest.mark.parametrize("change", [{"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 3}])
-def test_scheduler_file_that_does_not_fit(refusal, checkpoint, change):
-    path = checkpoint / "lr_scheduler_4.pth"
-    replace(path, {**torch.load(path, weights_only=True), **change})
-    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal("-c", checkpoint, "-r", 4)
-
-
-def test_finished_save_that_cannot_be_moved(refusal, checkpoint):
-    (checkpoint / ".saved_5").touch()  # nobody can move files out of a file, not even root
-    assert f"make {checkpoint} writable" in refusal("-c", checkpoint, "-r", "latest")
+    assert str(checkpoint / f"{part}_4.pth") in refusal(start, "-c", checkpoint, "-r", 4)
 
 
 class Trap:
     """Unpickling it creates a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
     def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def save_pickle(content: object, path: Path) -> None:
-    path.write_bytes(pickle.dumps(content, protocol=2))
+        return os.mkdir, ("sprung",)
 
 
 @pytest.mark.parametrize("part", [*train.PARTS, train.SCALER])
-@pytest.mark.parametrize("save", [torch.save, save_pickle])
-def test_code_in_a_file_is_not_run(refusal, checkpoint, tmp_path, part, save):
+def test_code_in_a_file_is_not_run(checkpoint, part):
     path = checkpoint / f"{part}_4.pth"
-    path.unlink(missing_ok=True)
-    save({"state": Trap(tmp_path / "sprung")}, path)
-    assert f"{path} cannot be read" in refusal("-c", checkpoint, "-r", 4)
-    assert not (tmp_path / "sprung").exists()
+    check = (train.load_scaler, object(), path) if part == train.SCALER else (start, "-c", checkpoint, "-r", 4)
+    for trap in ({"state": Trap()}, pickle.dumps({"state": Trap()}, protocol=2)):
+        replace(path, trap)
+        assert f"{path} cannot be read" in refusal(*check)
 
 
-def test_model_of_another_kind(refusal, checkpoint):
+def with_first(convert):
+    """A change of a model's state dict that converts its first tensor."""
+    return lambda state: {**state, "conv1.weight": convert(state["conv1.weight"])}
+
+
+@pytest.mark.parametrize(
+    "how, problem",
+    [
+        (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
+        (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
+        (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
+        (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
+        (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
+        (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
+        (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
+        (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
+        (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
+        (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
+        (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
+        (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
+    ],
+)
+def test_model_file_that_does_not_fit(checkpoint, how, problem):
     path = checkpoint / "model_4.pth"
-    for other in (resnet34(num_classes=10), resnet18(num_classes=100)):
-        replace(path, other.state_dict())
-        assert f"{path} is a checkpoint of another model than ResNet-18" in refusal("-c", checkpoint, "-r", 4)
+    change(path, how)
+    line = refusal(start, "-c", checkpoint, "-r", 4)
+    assert f"{path} is not the plain state dict of ResNet-18 with 10 classes: " in line and problem in line
+    assert line == refusal(evaluate, "-c", checkpoint, "-e", 4, "--synthetic")
 
 
-@pytest.mark.parametrize("index", [0, 30, 61])
-def test_optimizer_file_that_lacks_a_parameter(refusal, checkpoint, index):
+def with_state(index: int, **values):
+    """A change of an optimizer's state dict, in what it holds of parameter `index`."""
+    return lambda content: {**content, "state": {**content["state"], index: {**content["state"][index], **values}}}
+
+
+@pytest.mark.parametrize(
+    "how, problem",
+    [
+        (lambda content: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
+        (lambda content: content["state"].pop(61) and content, "does not hold Adam's state of all 62 parameters"),
+        (with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
+        (with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
+        (with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
+    ],
+)
+def test_optimizer_file_that_does_not_fit(checkpoint, how, problem):
     path = checkpoint / "optimizer_4.pth"
-    content = torch.load(path, weights_only=True)
-    del content["state"][index]
-    replace(path, content)
-    line = refusal("-c", checkpoint, "-r", 4)
-    assert str(path) in line and "does not hold Adam's state of all 62 parameters" in line
+    change(path, how)
+    line = refusal(start, "-c", checkpoint, "-r", 4)
+    assert line.startswith(str(path)) and problem in line
 
 
-def test_optimizer_file_of_another_optimizer(refusal, checkpoint):
-    path = checkpoint / "optimizer_4.pth"
-    replace(path, torch.optim.SGD(build_model().parameters(), lr=0.1).state_dict())
-    assert f"{path} does not hold Adam's state of all 62 parameters of ResNet-18" in refusal("-c", checkpoint, "-r", 4)
-
-
-def test_scheduler_file_of_another_epoch(refusal, checkpoint):
+@pytest.mark.parametrize("values", [{"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 2}])
+def test_scheduler_file_that_does_not_fit(checkpoint, values):
     path = checkpoint / "lr_scheduler_4.pth"
-    replace(path, (checkpoint / "lr_scheduler_2.pth").read_bytes())
-    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal("-c", checkpoint, "-r", 4)
+    change(path, lambda state: {**state, **values})
+    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal(start, "-c", checkpoint, "-r", 4)
 
 
-# --------------------------------------------------------------------------------------------------------------- data
+def test_half_precision_weights_are_read(checkpoint, capsys):
+    change(checkpoint / "model_4.pth", lambda state: build_model().half().state_dict())
+    before = listing()
+    assert start("-c", checkpoint, "-r", 4) == 4
+    evaluate("-c", checkpoint, "-e", "latest", "--synthetic")
+    assert 0 <= accuracy(capsys.readouterr().out) <= 100
+    assert listing() == before
 
 
-@pytest.fixture
-def data(tmp_path, monkeypatch) -> Path:
-    """A folder for $DATA, on a machine whose network has no CIFAR-10."""
-    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{free_port()}/cifar-10-python.tar.gz")
-    monkeypatch.setenv("DATA", str(tmp_path / "data"))
-    return tmp_path / "data"
+# -------------------------------------------------------------------------------------------------- the real processes
+
+def test_refusal_without_a_launcher():
+    result = run(1, launcher="python", env={**LAUNCHED, "LOCAL_RANK": ""}, cwd=Path.cwd())
+    assert result.returncodes == [2]
+    [line] = error_lines(result.output)
+    assert "LOCAL_RANK is ''" in line and result.output.splitlines()[-1] == line
+    assert "Traceback" not in result.output
+    assert listing() == []
 
 
-def test_no_data_and_no_network(data):
-    with pytest.raises(UserError) as caught:
-        fetch_data()
-    line = str(caught.value)
-    assert "\n" not in line
-    for words in (f"no CIFAR-10 in {data}", f"downloading {CIFAR10.url} failed", "refused", "$DATA", "--synthetic"):
-        assert words in line
-    assert not any(path.is_dir() or path.stat().st_size for path in data.rglob("*"))
+def test_refusal_is_printed_once_for_all_processes():
+    result = run(2, "--num_epochs", 3, "--nonsense", 1, launcher="colossalai", cwd=Path.cwd())
+    assert result.returncodes != [0]  # torchrun's own code is 1 whenever a process fails
+    assert error_lines(result.output) == ["train.py: error: unrecognized arguments: --nonsense 1"]
+    assert "exitcode  : 2" in result.output and "usage:" not in result.output
 
 
-def test_half_downloaded_archive(data):
-    data.mkdir()
-    archive = data / CIFAR10.filename
-    archive.write_bytes(b"\x1f\x8b the first half of an archive")
-    with pytest.raises(UserError) as caught:
-        fetch_data()
-    line = str(caught.value)
-    assert "\n" not in line
-    assert f"{archive} is incomplete or damaged" in line and f"downloading {CIFAR10.url} failed" in line
-    assert not (data / CIFAR10.base_folder).exists()
+def test_refusal_of_eval():
+    result = run(1, "-c", "none", "-e", 7, script="eval.py", cwd=Path.cwd())
+    assert result.returncodes == [2]
+    assert result.output == "eval.py: error: none/model_7.pth is missing or empty. Saved in that folder (-c): none\n"
 
 
-# ------------------------------------------------------------------------------------------------------------ eval.py
-
-
-def test_eval_of_an_epoch_that_was_not_saved(eval_refusal, checkpoint):
-    line = eval_refusal("-c", checkpoint, "--synthetic")  # epoch 80, the default
-    assert f"{checkpoint / 'model_80.pth'} is missing" in line and "epochs 2, 4" in line
-
-
-def test_eval_without_any_checkpoint(eval_refusal, tmp_path):
-    line = eval_refusal("-c", tmp_path / "none", "-e", 3, "--synthetic")
-    assert "model_3.pth is missing" in line and line.endswith(": none")
-    assert f"there is no checkpoint in {tmp_path / 'none'}" in eval_refusal("-c", tmp_path / "none", "-e", "latest")
-
-
-def test_eval_of_another_model(eval_refusal, checkpoint):
-    replace(checkpoint / "model_4.pth", resnet34(num_classes=10).state_dict())
-    line = eval_refusal("-c", checkpoint, "-e", 4, "--synthetic")
-    assert f"{checkpoint / 'model_4.pth'} is a checkpoint of another model" in line
-
-
-def test_eval_of_a_truncated_file(eval_refusal, checkpoint):
-    path = checkpoint / "model_4.pth"
-    replace(path, path.read_bytes()[:1000000])
-    assert f"{path} cannot be read: it is truncated" in eval_refusal("-c", checkpoint, "-e", "latest", "--synthetic")
-
-
-def test_eval_without_data(eval_refusal, checkpoint, data):
-    line = eval_refusal("-c", checkpoint, "-e", 4)
-    assert f"no CIFAR-10 in {data}" in line and "$DATA" in line
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--epochs", 3], "unrecognized arguments: --epochs 3"),
-        (["-e", "newest"], "'newest' is neither an epoch number nor 'latest'"),
-        (["-p", "gemini"], "unrecognized arguments: -p gemini"),
-    ],
-)
-def test_wrong_argument_of_eval(eval_refusal, args, message):
-    assert message in eval_refusal(*args)
-
-
-# ------------------------------------------------------------------------------------------------- the real processes
-
-
-def test_help_needs_no_launcher(tmp_path):
-    result = launch(1, "--help", launcher="python", cwd=tmp_path)
-    assert result.returncode == 0
-    for action in train.get_args_parser()._actions:
-        assert all(option in result.stdout for option in action.option_strings)
-    result = run_eval("--help", cwd=tmp_path)
-    assert result.returncode == 0
-    for option in ("--epoch", "--checkpoint", "--synthetic"):
-        assert option in result.stdout
-    assert listing(tmp_path) == []
-
-
-def test_refusal_without_a_launcher(tmp_path):
-    result = launch(1, "--synthetic", "--target_acc", 84, launcher="python", cwd=tmp_path)
-    assert result.returncode == 2
-    assert error_lines(result.stdout) == ["train.py: error: --target_acc is a fraction in 0..1: 0.84"]
-    assert result.stdout.splitlines()[-1] == error_lines(result.stdout)[0]
-    assert "Traceback" not in result.stdout and "usage:" not in result.stdout
-    assert listing(tmp_path) == []
-
-
-def test_refusal_of_eval(tmp_path):
-    result = run_eval("--synthetic", "-c", "none", "-e", 7, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stdout == "eval.py: error: none/model_7.pth is missing. Saved in that folder (-c): none\n"
-    assert listing(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "launcher, args, message",
-    [
-        ("colossalai", ["--num_epoch", 3, "--nonsense", 1], "unrecognized arguments: --nonsense 1"),
-        ("torchrun", ["--batch_size", 2001], "--batch_size must be in 1..2000, a process's share"),
-    ],
-)
-def test_refusal_is_printed_once_for_all_processes(tmp_path, launcher, args, message):
-    result = launch(2, "--synthetic", *args, launcher=launcher, cwd=tmp_path)
-    assert result.returncode != 0  # torchrun's own code is 1 whenever a process fails
-    assert len(error_lines(result.stdout)) == 1 and message in error_lines(result.stdout)[0]
-    assert "exitcode  : 2" in result.stdout
-    assert "usage:" not in result.stdout
-    assert listing(tmp_path) == []
+def test_output_of_eval_that_cannot_be_written(checkpoint):
+    result = run(1, "-c", checkpoint, "-e", 4, "--synthetic", script="eval.py", stdout="/dev/full")
+    assert result.returncodes == [2]
+    assert result.output == "eval.py: error: standard output cannot be written: No space left on device\n"
