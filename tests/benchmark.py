@@ -1,356 +1,283 @@
-"""Measure train.py against the way it is usually written, on the same machine in one run.
+"""Measure train.py against the stock way to write it, and against what the GPU could do.
 
-Two GPUs, CIFAR-10 in $DATA, whole epochs; or 50 steps in place of each epoch:
-    torchrun --nproc_per_node 2 tests/benchmark.py
-    torchrun --nproc_per_node 2 tests/benchmark.py --steps 50
-Without a GPU, about a minute:
-    torchrun --nproc_per_node 2 tests/benchmark.py --synthetic
+    python tests/benchmark.py                                                 # one GPU, CIFAR-10 in $DATA
+    torchrun --standalone --nproc_per_node 2 tests/benchmark.py --steps 50    # two GPUs, 50 steps instead of an epoch
+    torchrun --standalone --nproc_per_node 2 tests/benchmark.py --synthetic   # without a GPU
+    python tests/benchmark.py --train_stock 80 --seed 1                       # the accuracy of the stock way
 
-The stock path has the same model, plugin, optimizer and hyperparameters, and what people write around them: a PIL image
-at a time through torchvision's transforms, in the training process, eager passes, and the loss read in each step.
-Times are medians over --epochs timed segments. A GPU is busy while a kernel or copy runs on it. Those of NCCL are given
-by themselves, since they also run while they wait for another process. The profiler slows the steps, so its busy time
-is divided by the time of unprofiled ones. Memory is what torch reserved at most, beyond what it held before.
-Results are printed last, as a table.
+Three paths take turns, segment by segment. A row gives the median (and the range) of each, scaled to a whole epoch:
+- stock: the plugin with its default arguments; images one by one through torchvision's transforms, in the training
+  process; eager passes; the loss read in each step
+- ours: train_one_epoch, which includes what it does once per epoch, on as many images as a segment has steps for
+- limit: the whole step as one CUDA graph in plain torch, in fp32 for torch_ddp and under fp16 autocast for the others.
+  It has the same model and batch size, finds its batches ready, and does not communicate. Not without a GPU.
 """
 
 import time
 
-script_start = time.time()
+START = time.time()
 
 import argparse
 import gc
 import itertools
-import os
+import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import traceback
 from pathlib import Path
 
-# CUPTI, which the profiler uses, must stay as it is between profiles where there are CUDA graphs
-os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import train  # before all else: it silences colossalai's advice on import
+import train  # before the rest of colossalai: it silences the library's advice on import
 import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from PIL import Image
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, Dataset
+from torch.optim.lr_scheduler import MultiStepLR
 from torchvision import transforms
-from torchvision.datasets import CIFAR10
 
-from eval import build_model, data_root, load_data
+from eval import accuracy_line, build_model, fetch_data, load_data, to_float
+from train import print_on_master
 
+ON_GPU = torch.cuda.is_available()
 WARM_UP_STEPS = 20
-PROFILED_STEPS = 20
 TRANSFORM = transforms.Compose(
     [transforms.Pad(4), transforms.RandomHorizontalFlip(), transforms.RandomCrop(32), transforms.ToTensor()]
 )
 
 
-def process_start() -> float:
-    """When this process began, as time.time() counts."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:  # not Linux: the interpreter's own start is missing
-        return script_start
+# ---------------------------------------------------------------------------------------------------- the three paths
 
+class PilImages:
+    """What torchvision's CIFAR10 is with TRANSFORM, also for the synthetic set."""
 
-@dataclass
-class Trainer:
-    """A path, ready to train: `train(epoch, steps)` does the first steps of an epoch of `steps_per_epoch`."""
-
-    train: Callable[[int, int], object]
-    steps_per_epoch: int
-    seconds_for_data: float
-    seconds_for_boost: float
-
-
-@dataclass
-class Times:
-    """Seconds per epoch, one value for each timed segment, and peak memory."""
-
-    seconds: list[float]
-    steps_per_epoch: int
-    peak_mib: float | None
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-
-# -------------------------------------------------------------------------------------------------------- our path
-
-
-class FirstSteps:
-    """The first batches of a DataLoader, for train_one_epoch."""
-
-    def __init__(self, dataloader: DataLoader, steps: int) -> None:
-        self.dataloader, self.sampler, self.steps = dataloader, dataloader.sampler, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator:
-        return itertools.islice(self.dataloader, self.steps)
-
-
-def build_ours(args: argparse.Namespace, coordinator: DistCoordinator) -> Trainer:
-    """What train.main does before its first epoch."""
-    start = time.time()
-    booster = train.build_booster(args.plugin)
-    dataloader = train.build_dataloader(args, booster.plugin, coordinator)
-    load_data(train=False, synthetic=args.synthetic)
-    data_ready = time.time()
-    boosted = train.boost(args, booster, coordinator)
-
-    def train_steps(epoch: int, steps: int) -> None:
-        train.train_one_epoch(epoch, args.seed, FirstSteps(dataloader, steps), boosted, coordinator)
-
-    return Trainer(train_steps, len(dataloader), data_ready - start, time.time() - data_ready)
-
-
-# ------------------------------------------------------------------------------------------------------- stock path
-
-
-class PilDataset(Dataset):
-    """What CIFAR10 is to CIFAR-10, for the synthetic set."""
-
-    def __init__(self) -> None:
-        images, self.labels = load_data(train=True, synthetic=True)
-        self.images = images.permute(0, 2, 3, 1).numpy()
+    def __init__(self, synthetic: bool) -> None:
+        images, labels = load_data(train=True, synthetic=synthetic)
+        self.images, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return TRANSFORM(Image.fromarray(self.images[index])), int(self.labels[index])
+        return TRANSFORM(Image.fromarray(self.images[index])), self.labels[index]
 
 
-def build_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> Trainer:
-    start = time.time()
-    booster = train.build_booster(args.plugin)
-    dataset = PilDataset() if args.synthetic else CIFAR10(data_root(), train=True, transform=TRANSFORM)
-    dataloader = booster.plugin.prepare_dataloader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
-    data_ready, device = time.time(), get_current_device()
-    model = build_model()
-    optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size, coordinator)
-    model, optimizer, criterion, _, _ = booster.boost(model, optimizer, criterion=nn.CrossEntropyLoss())
+def as_stock(stock: bool) -> None:
+    """Undo, or restore, what train.py sets for the whole process."""
+    torch.backends.cudnn.deterministic = not stock
+    torch.autograd.set_multithreading_enabled(stock)
+    gc.unfreeze() if stock else gc.freeze()
 
-    def train_steps(epoch: int, steps: int) -> None:
-        dataloader.sampler.set_epoch(epoch)
+
+class Stock:
+    def __init__(self, args: argparse.Namespace, coordinator: DistCoordinator) -> None:
+        as_stock(True)
+        if args.plugin in ("low_level_zero", "gemini"):
+            plugin = {"low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}[args.plugin](initial_scale=2**5)
+        else:
+            plugin = TorchDDPPlugin() if ON_GPU else train.CpuDDPPlugin()
+        booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
+        self.world_size = coordinator.world_size
+        images = PilImages(args.synthetic)
+        self.loader = plugin.prepare_dataloader(images, args.batch_size, shuffle=True, drop_last=True)
+        model, criterion = build_model(), nn.CrossEntropyLoss()
+        optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
+        lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
+        model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, None, lr_scheduler)
+        self.boosted = train.Boosted(booster, model, optimizer, criterion, lr_scheduler)
+
+    def train(self, epoch: int, steps: int) -> dict:
+        """Train in the same order in each epoch, as the reference example does. Returns what train.report prints."""
+        as_stock(True)
+        booster, model, optimizer, criterion, _ = self.boosted
+        start, device, losses = time.time(), get_current_device(), []
         model.train()
-        for images, labels in itertools.islice(dataloader, steps):
+        for images, labels in itertools.islice(self.loader, steps):
             images, labels = images.to(device), labels.to(device)
             loss = criterion(model(images), labels)
             booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            loss.item()
-
-    return Trainer(train_steps, len(dataloader), data_ready - start, time.time() - data_ready)
-
-
-# -------------------------------------------------------------------------------------------------------- measuring
+            losses.append(loss.item())
+        speed = steps * self.loader.batch_size * self.world_size / (time.time() - start)
+        learning_rate = optimizer.param_groups[0]["lr"]
+        return {"loss": statistics.mean(losses), "learning_rate": learning_rate, "images_per_second": speed}
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+class Ours:
+    def __init__(self, args: argparse.Namespace, coordinator: DistCoordinator) -> None:
+        as_stock(False)
+        self.args, self.coordinator = args, coordinator
+        booster = train.build_booster(args.plugin)
+        self.plugin, self.data = booster.plugin, train.prepare_data(args, booster.plugin)
+        self.data_ready = time.time()
+        self.boosted = train.boost(args, booster, coordinator)
+        train.speed_up(args, self.boosted)
+        train.settle_ddp_buckets(args, self.boosted)
+
+    def train(self, epoch: int, steps: int) -> None:
+        as_stock(False)
+        images = steps * self.args.batch_size * self.coordinator.world_size
+        loader = self.plugin.prepare_dataloader(range(images), self.args.batch_size, shuffle=True, drop_last=True)
+        data = train.TrainingData(self.data.images[:images], self.data.labels[:images], loader)
+        train.train_one_epoch(epoch, self.args.seed, data, self.boosted, self.coordinator)
 
 
-def reserved_memory() -> int:
-    """Bytes that torch holds on the device after all that can be freed has been; the peak counts afresh from there."""
-    gc.collect()  # models and CUDA graphs hang in reference cycles
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_reserved()
+class Limit:
+    def __init__(self, args: argparse.Namespace, batches: list[tuple[Tensor, Tensor]], channels_last: bool) -> None:
+        as_stock(False)
+        self.fp16, self.batches, device = args.plugin != "torch_ddp", batches, get_current_device()
+        self.images, self.labels = (tensor.to(device, copy=True) for tensor in batches[0])  # what the graph reads
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.model = build_model().to(device, memory_format=self.layout)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=args.lr, fused=True, capturable=True)
+        self.optimizer.grad_scale = torch.tensor(2.0**10 if self.fp16 else 1.0, device=device)  # it divides by this
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        images = to_float(self.images).contiguous(memory_format=self.layout)
+        with torch.autocast(images.device.type, torch.float16, enabled=self.fp16, cache_enabled=False):
+            loss = nn.functional.cross_entropy(self.model(images), self.labels)
+        (loss * self.optimizer.grad_scale).backward()
+        self.optimizer.step()
+
+    def capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+    def train(self, epoch: int, steps: int) -> None:
+        for images, labels in self.batches[:steps]:
+            self.images.copy_(images)
+            self.labels.copy_(labels)
+            self.graph.replay()
 
 
-def build(path: Callable, args: argparse.Namespace, coordinator: DistCoordinator) -> Trainer:
-    torch.backends.cudnn.deterministic = path is build_ours  # launch sets it for exact resume; few people do
-    return path(args, coordinator)
+# ---------------------------------------------------------------------------------------------------------- measuring
 
-
-def first_step(args: argparse.Namespace, coordinator: DistCoordinator) -> str:
-    """Where the time goes from the start of train.py's process to its first finished step."""
-    trainer, start = build(build_ours, args, coordinator), time.time()
-    trainer.train(0, 1)
-    return f"data {trainer.seconds_for_data:.1f}, boost {trainer.seconds_for_boost:.1f}, step {time.time() - start:.1f}"
-
-
-def measure(
-    path: Callable, args: argparse.Namespace, segments: int, steps: int | None, coordinator: DistCoordinator
-) -> Times:
-    """Time `segments` times `steps` steps, None for whole epochs."""
-    before = reserved_memory()
-    trainer = build(path, args, coordinator)
-    full = trainer.steps_per_epoch
-    steps = min(steps or full, full)
-    trainer.train(0, min(steps, WARM_UP_STEPS))
-    seconds = []
-    for epoch in range(1, 1 + segments):
-        synchronize()
-        coordinator.block_all()
-        start = time.time()
-        trainer.train(epoch, steps)
-        synchronize()
-        seconds.append((time.time() - start) * full / steps)
-    peak_mib = (torch.cuda.max_memory_reserved() - before) / 2**20 if torch.cuda.is_available() else None
-    return Times(seconds, full, peak_mib)
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what intervals cover together."""
-    covered, end = 0.0, float("-inf")
-    for first, last in sorted(intervals):
-        covered += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return covered
-
-
-def busy_seconds(path: Callable, args: argparse.Namespace, coordinator: DistCoordinator) -> tuple[float, float] | None:
-    """Seconds per step in which the GPU is busy with anything but NCCL, and with NCCL alone. None: no profile here."""
-    reserved_memory()
-    trainer = build(path, args, coordinator)
-    steps = min(PROFILED_STEPS, trainer.steps_per_epoch)
-    trainer.train(0, steps)
+def time_segment(path: Stock | Ours | Limit, epoch: int, steps: int) -> float:
+    synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
     synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        trainer.train(1, steps)
-        synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-    if not spans:
-        return None
-    everything = union((start, end) for start, end, _ in spans)
-    own = union((start, end) for start, end, is_nccl in spans if not is_nccl)
-    return own / 1e6 / steps, (everything - own) / 1e6 / steps  # the profiler counts microseconds
+    dist.barrier()
+    start = time.perf_counter()
+    path.train(epoch, steps)
+    synchronize()
+    return time.perf_counter() - start
 
 
-def augmentation_ratio(batch_size: int, batches: int = 20) -> str:
-    """The time of train.augment against that of the per-image transforms, from uint8 images to a float batch."""
-    images = load_data(train=True, synthetic=True)[0][:batch_size]
-    arrays, generator = images.permute(0, 2, 3, 1).numpy(), torch.Generator()
-
-    def seconds(augment: Callable) -> float:
-        augment()
-        start = time.perf_counter()
-        for _ in range(batches):
-            augment()
-        return (time.perf_counter() - start) / batches
-
-    batched = seconds(lambda: train.augment(images, generator))
-    per_image = seconds(lambda: torch.stack([TRANSFORM(Image.fromarray(array)) for array in arrays]))
-    return (
-        f"Augmenting {len(images)} images on the CPU, {torch.get_num_threads()} thread(s): per image with PIL "
-        f"{1e3 * per_image:.1f} ms, batched {1e3 * batched:.1f} ms, ratio {per_image / batched:.1f}"
-    )
+def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
+    """Train the stock path for args.num_epochs, and print what train.py prints."""
+    stock = Stock(args, coordinator)
+    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
+    train.log_setup(args, stock)
+    for epoch in range(1, args.num_epochs + 1):
+        values = stock.train(epoch, len(stock.loader))
+        values["loss"] = statistics.mean(train.gather(values["loss"]))
+        stock.boosted.lr_scheduler.step()
+        if epoch == args.num_epochs or epoch % 5 == 0:
+            correct = train.evaluate(stock.boosted, test_images, test_labels, coordinator)
+            values["accuracy"] = correct / len(test_labels)
+        train.report(epoch, args.num_epochs, values, None)
+    print_on_master(accuracy_line(correct, len(test_labels)))
 
 
-# ----------------------------------------------------------------------------------------------------------- report
-
+# ------------------------------------------------------------------------------------------------------------- report
 
 def get_args_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure train.py against the way it is usually written.")
-    parser.add_argument("--plugins", nargs="+", choices=train.PLUGINS, help="(all with a GPU, else torch_ddp)")
-    parser.add_argument("--epochs", type=int, default=5, help="timed segments (5)")
+    parser = argparse.ArgumentParser(description="Measure train.py against the stock way to write it.")
+    everywhere = train.PLUGINS if ON_GPU else train.PLUGINS[:1]
+    parser.add_argument("--plugins", nargs="+", choices=train.PLUGINS, default=everywhere, help="(all that run here)")
+    parser.add_argument("--segments", type=int, default=5, help="to time of each path (5)")
     parser.add_argument("--steps", type=int, help="of a segment (a whole epoch)")
+    parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
+    parser.add_argument("--seed", type=int, default=42, help="as train.py's (42)")
     parser.add_argument("--synthetic", action="store_true", help="the generated set instead of CIFAR-10")
-    parser.add_argument("--batch_size", type=int, default=100, help="images per process (100)")
+    parser.add_argument("--channels_last", action="store_true", help="let the limit use this memory format")
+    parser.add_argument("--train_stock", type=int, metavar="EPOCHS", help="train the stock way with the first plugin")
     return parser
 
 
-def print_conditions(options: argparse.Namespace, world_size: int, full: int) -> None:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU process"
-    steps = min(options.steps or full, full)
-    print(
-        f"\n{world_size} x {device}, torch {torch.__version__}, colossalai {train.colossalai.__version__}, "
-        f"{time.strftime('%Y-%m-%d')}, {'synthetic set' if options.synthetic else 'CIFAR-10'}, "
-        f"batch {options.batch_size} per process; medians (and ranges) of {options.epochs} segments of "
-        + (f"{full} steps, an epoch each" if steps == full else f"{steps} of {full} steps, scaled to whole epochs")
-        + "\n"
+def header(options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str:
+    device = torch.cuda.get_device_name() if ON_GPU else f"CPU process with {torch.get_num_threads()} thread(s)"
+    return (
+        f"{dist.get_world_size()} x {device}, torch {torch.__version__}, colossalai {train.colossalai.__version__}, "
+        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, "
+        f"{'synthetic set' if options.synthetic else 'CIFAR-10'}, batch {options.batch_size} per process, "
+        f"{options.segments} segments of {steps} of an epoch's {steps_per_epoch} steps"
+        f"{', limit in channels_last' if options.channels_last else ''}\n\n"
+        f"| plugin | stock s/epoch | ours | limit | stock/ours | ours/limit | images/s, ours |\n|{'---|' * 7}"
     )
 
 
-def print_table(plugins: Iterable[str], times: dict, busy: dict, images_per_step: int) -> None:
-    def seconds(measured: Times) -> str:
-        return f"{measured.median:.2f} ({min(measured.seconds):.2f}-{max(measured.seconds):.2f})"
-
-    def busy_share(case: tuple[str, Callable]) -> str:
-        if busy.get(case) is None:
-            return "-"
-        seconds_per_step = times[case].median / times[case].steps_per_epoch
-        own, nccl = (100 * value / seconds_per_step for value in busy[case])
-        return f"{own:.0f} + {nccl:.0f} NCCL"
-
-    print("| plugin | stock s/epoch | ours s/epoch | ratio | ours images/s | GPU busy stock % | ours % |", end=" ")
-    print(f"peak MiB stock | ours |\n|{'---|' * 9}")
-    for plugin in plugins:
-        cases = (plugin, build_stock), (plugin, build_ours)
-        stock, ours = (times[case] for case in cases)
-        images_per_second = ours.steps_per_epoch * images_per_step / ours.median
-        memory = ("-" if peak is None else f"{peak:.0f}" for peak in (stock.peak_mib, ours.peak_mib))
-        ratio = f"{stock.median / ours.median:.1f}"
-        cells = [plugin, seconds(stock), seconds(ours), ratio, f"{images_per_second:,.0f}"]
-        cells += [*map(busy_share, cases), *memory]
-        print(f"| {' | '.join(cells)} |", flush=True)
+def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str:
+    """The table's row for the plugin of `ours`."""
+    args, coordinator = ours.args, ours.coordinator
+    paths = [Stock(args, coordinator), ours]
+    if ON_GPU:
+        batches = train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)
+        paths.append(Limit(args, batches, options.channels_last))
+        paths[-1].capture()
+    for path in paths:
+        path.train(1, min(steps, WARM_UP_STEPS))
+    rounds = [[time_segment(path, 2 + segment, steps) for path in paths] for segment in range(options.segments)]
+    columns = [[seconds * steps_per_epoch / steps for seconds in column] for column in zip(*rounds)]
+    cells = [f"{statistics.median(column):.2f} ({min(column):.2f}-{max(column):.2f})" for column in columns]
+    stock, ours, *limit = map(statistics.median, columns)
+    cells += [f"{stock / ours:.2f}", f"{ours / limit[0]:.2f}"] if limit else ["-", f"{stock / ours:.2f}", "-"]
+    cells += [f"{steps_per_epoch * args.batch_size * coordinator.world_size / ours:,.0f}"]
+    return f"| {args.plugin} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    imports = time.time() - process_start()
-    options, on_gpu = get_args_parser().parse_args(), torch.cuda.is_available()
-    start = time.time()
-    coordinator = train.launch(seed=42)
-    if not options.synthetic:
-        train.fetch_data_once_per_machine(coordinator)
-    launched = time.time() - start
-
-    def say(line: str) -> None:
-        if coordinator.is_master():
-            print(line, flush=True)
-
-    plugins = options.plugins or (train.PLUGINS if on_gpu else train.PLUGINS[:1])
-    settings = ["-i", "0", "--batch_size", str(options.batch_size)] + ["--synthetic"] * options.synthetic
-    args = {plugin: train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in plugins}
-    for each in args.values():
-        train.check_args(each)
-    start = time.time()
-    parts = first_step(args[plugins[0]], coordinator)
-    total = imports + launched + time.time() - start
-    say(
-        f"Start-up with {plugins[0]}: {total:.1f} s from the process's start to the end of its first step: "
-        f"imports {imports:.1f}, launch {launched:.1f}, {parts}"
-    )
-    if not on_gpu:
-        say(augmentation_ratio(options.batch_size))
-
-    times, busy = {}, {}
-    for case in itertools.product(plugins, (build_stock, build_ours)):
-        plugin, path = case
-        times[case] = measure(path, args[plugin], options.epochs, options.steps, coordinator)
-        say(f"{plugin}, {path.__name__.removeprefix('build_')}: {times[case].median:.2f} s per epoch")
-    for plugin, path in times if on_gpu else ():  # not before all is timed: CUPTI stays and might slow things down
-        busy[plugin, path] = busy_seconds(path, args[plugin], coordinator)
-
-    if coordinator.is_master():
-        images_per_step = coordinator.world_size * options.batch_size
-        print_conditions(options, coordinator.world_size, times[plugins[0], build_ours].steps_per_epoch)
-        print_table(plugins, times, busy, images_per_step)
+    times = {"imports": time.time()}
+    options = get_args_parser().parse_args()
+    plugins = options.plugins[:1] if options.train_stock else options.plugins
+    settings = f"-i 0 --batch_size {options.batch_size} --seed {options.seed} -n {options.train_stock or 1}".split()
+    settings += ["--synthetic"] * options.synthetic
+    all_args = [train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in plugins]
+    for args in all_args:
+        train.check_args(args)
+    coordinator = train.launch(options.seed)
+    times["launch"] = time.time()
+    with train.agreement():
+        if coordinator.is_node_master() and not options.synthetic:
+            fetch_data()
+    if options.train_stock:
+        train_stock(all_args[0], coordinator)
+        return
+    for args in all_args:
+        ours = Ours(args, coordinator)
+        steps_per_epoch = len(ours.data.loader)
+        steps = min(options.steps or steps_per_epoch, steps_per_epoch)
+        if args is all_args[0]:
+            times |= {"data": ours.data_ready, "boost and capture": time.time()}
+            ours.train(1, 1)
+            times["first step"] = time.time()
+            parts = (f"{name} {end - start:.1f}" for (name, end), start in zip(times.items(), [START, *times.values()]))
+            print_on_master(f"Start-up, {time.time() - START:.1f} s with {args.plugin}: {', '.join(parts)}")
+            print_on_master(header(options, steps, steps_per_epoch))
+        print_on_master(measure(ours, options, steps, steps_per_epoch))
+        del ours
+        gc.collect()  # models and CUDA graphs hang in reference cycles
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
-    train.finish()
+    try:
+        main()
+        with train.agreement():
+            pass  # no process ends while another one still needs it
+        train.leave(0)
+    except Exception:
+        traceback.print_exc()
+        train.leave(1)
