@@ -1,5 +1,6 @@
 """A resumed run is the uninterrupted run; a checkpoint moves between plugins and numbers of processes."""
 
+import functools
 import re
 import shutil
 from argparse import Namespace
@@ -8,7 +9,7 @@ from pathlib import Path
 import exact_resume
 import pytest
 import torch
-from exact_resume import PLUGINS, copy_epoch, files_that_differ, read
+from exact_resume import PLUGINS, copy_epoch, files_that_differ, read, resume_and_compare
 from helpers import accuracy, run
 from torchvision.models import resnet18
 
@@ -28,14 +29,8 @@ def train(nproc: int, plugin: str, folder: Path, *args) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Runs of three epochs, uninterrupted and resumed, by processes and plugin, each made when first asked for."""
-    root, made = tmp_path_factory.mktemp("runs"), {}
-
-    def get(nproc: int, plugin: str) -> exact_resume.Resumed:
-        if (nproc, plugin) not in made:
-            made[nproc, plugin] = exact_resume.resume_and_compare(conditions(nproc), plugin, 42, root)
-        return made[nproc, plugin]
-
-    yield get
+    root = tmp_path_factory.mktemp("runs")
+    yield functools.cache(lambda nproc, plugin: resume_and_compare(conditions(nproc), plugin, 42, root))
     shutil.rmtree(root)
 
 
@@ -131,11 +126,6 @@ def test_checkpoint_of_the_reference_example(runs, folder):
     for epoch, plugin in [(2, "low_level_zero"), (3, "torch_ddp")]:
         assert f"Resuming after epoch {epoch}" in train(2, plugin, folder, "-n", epoch + 1, "-r", epoch)
         check_model_file(folder / f"model_{epoch + 1}.pth")
-
-
-def test_latest_without_any_starts_afresh(runs, folder):
-    assert f"No checkpoint in {folder}: starting afresh" in train(2, "torch_ddp", folder, "-n", 1, "-r", "latest")
-    assert not files_that_differ(1, folder, runs(2, "torch_ddp").folder)
 
 
 def test_unfinished_save_is_ignored_and_replaced(runs, folder):
