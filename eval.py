@@ -63,16 +63,14 @@ def data_root() -> Path:
 
 
 def lock(folder: Path, wait: bool) -> int:
-    """Lock a folder against others who call this, until the returned descriptor is closed or the process ends.
-
-    Raises BlockingIOError if another process holds the lock and `wait` is false.
-    """
+    """Lock a folder until the returned descriptor is closed or the process ends. UserError if it is taken, or wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if isinstance(error, BlockingIOError):  # any other: a file system without locks, as some network shares are
-            raise
+    except BlockingIOError:
+        raise UserError(f"another run uses {folder}: wait for it, or choose another folder") from None
+    except OSError:
+        pass  # a file system without locks, as some network shares are
     return descriptor
 
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -136,16 +137,19 @@ def gather(value: object) -> list:
 
 
 @contextmanager
-def agreement() -> Iterator[None]:
-    """Turn any process's error in this block into the same UserError on all.
+def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Turn any process's OSError or RuntimeError in this block into the same UserError on all: "{task}: {reason}".
 
-    Every process must run the block, and none leaves it before all are done.
+    Every process must run the block, and none leaves it before all are done. An error of another type is a bug, which
+    ends the run with a traceback, unless `more_errors` has it.
     """
     failure = None
     try:
         yield
-    except (OSError, RuntimeError, UserError) as error:  # any other is a bug, and ends the run with a traceback
-        failure = error if isinstance(error, UserError) else UserError(first_line(error))
+    except UserError as error:
+        failure = error
+    except (OSError, RuntimeError, *more_errors) as error:
+        failure = UserError(f"{task}: {first_line(error)}")
     failures = list(filter(None, gather(failure)))
     if failures:
         raise failures[0]
@@ -295,7 +299,7 @@ def find_checkpoint(args: argparse.Namespace) -> int:
 
 def agree_on_start(args: argparse.Namespace, coordinator: DistCoordinator) -> int:
     """The epoch to resume from, 0 to start afresh, the same on all processes. The master locks the folder."""
-    with agreement():
+    with agreement("the checkpoint folder (-c)"):
         epoch = find_checkpoint(args)
         if coordinator.is_master() and args.interval:
             claim(args.checkpoint)
@@ -381,7 +385,7 @@ def main() -> None:
 
     coordinator = launch(args.seed)
     start_epoch = agree_on_start(args, coordinator)
-    with agreement():  # one process of each machine downloads, and the others wait
+    with agreement("CIFAR-10 ($DATA)"):  # one process of each machine downloads, and the others wait
         if coordinator.is_node_master() and not args.synthetic:
             fetch_data()
     booster = build_booster(args.plugin)
@@ -390,8 +394,8 @@ def main() -> None:
     log_setup(args, data)
 
     boosted = boost(args, booster, coordinator)
-    speed_up(args, boosted)
-    settle_ddp_buckets(args, boosted)
+    warm_up(args, boosted)
+    speed_up(boosted)
     resume(args, start_epoch, boosted, coordinator)
     writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
 
@@ -425,15 +429,10 @@ def main() -> None:
 
 def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
     """The master's SummaryWriter, where one is asked for."""
-    with agreement():
+    with agreement("--tensorboard", ImportError):
         if folder and coordinator.is_master():
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-                return SummaryWriter(folder, purge_step=start_epoch + 1)
-            except ImportError:
-                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-            except OSError as error:
-                raise UserError(f"--tensorboard: {error}") from error
+            from torch.utils.tensorboard import SummaryWriter  # not everyone has the tensorboard package
+            return SummaryWriter(folder, purge_step=start_epoch + 1)
 
 
 def check_environment() -> None:
@@ -441,7 +440,7 @@ def check_environment() -> None:
 
     Also for a torch that ColossalAI allows, but that refuses to read what save_lr_scheduler writes.
     """
-    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 4):  # refuses MultiStepLR's Counter
+    if torch.__version__ < (2, 4):  # refuses MultiStepLR's Counter
         raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
     start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
     if any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:3]):
@@ -458,18 +457,14 @@ def check_environment() -> None:
 def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Optimizer:
     """HybridAdam, or AdamW, the same update at weight decay 0, where a process cannot compile HybridAdam's kernels."""
     if get_accelerator().name != "cpu":
-        try:
-            with agreement():
-                try:
-                    return HybridAdam(model.parameters(), lr=lr)
-                except Exception as error:  # no nvcc, one of another CUDA version, no compiler: each raises its own
-                    raise UserError(first_line(error)) from error
-        except UserError as reason:
-            problem = f"HybridAdam's kernels could not be compiled ({reason})"
-        toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
-        if plugin == "gemini":
-            raise UserError(f"{problem}, and gemini works with no other optimizer: {toolkit}")
-        print_on_master(f"{problem}: AdamW instead, the same update, slower; or {toolkit}")
+        try:  # no nvcc, one of another CUDA version, no compiler: each raises its own type of error
+            with agreement("HybridAdam's kernels cannot be compiled", Exception):
+                return HybridAdam(model.parameters(), lr=lr)
+        except UserError as problem:
+            toolkit = f"install the CUDA {torch.version.cuda} toolkit, with nvcc on the PATH"
+            if plugin == "gemini":
+                raise UserError(f"{problem}. gemini works with no other optimizer: {toolkit}") from None
+            print_on_master(f"{problem}. AdamW instead, the same update, slower; or {toolkit}")
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
 
 
@@ -485,14 +480,12 @@ PROGRESS_SECONDS = 30.0  # between lines of progress in a log
 
 def show_progress(batches: list, epoch: int, coordinator: DistCoordinator) -> Iterator:
     """Yield the batches, with a bar on a terminal, or a line every half minute in a log."""
-    if sys.stderr.isatty() or not coordinator.is_master():
-        yield from tqdm(batches, f"Epoch {epoch}", leave=False, disable=not coordinator.is_master())
-        return
-    start = last = time.monotonic()
-    for step, batch in enumerate(batches):
-        if (now := time.monotonic()) - last > PROGRESS_SECONDS:
-            last, images = now, step * len(batch[1]) * coordinator.world_size
-            print_line(f"Epoch {epoch}: step {step} of {len(batches)}, {images / (now - start):,.0f} images/s")
+    bar = tqdm(batches, f"Epoch {epoch}", leave=False, disable=not (sys.stderr.isatty() and coordinator.is_master()))
+    last = time.monotonic()
+    for step, batch in enumerate(bar):
+        if bar.disable and time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            print_on_master(f"Epoch {epoch}: step {step} of {len(batches)}")
         yield batch
 
 
@@ -554,14 +547,12 @@ def load_optimizer(boosted: Boosted, path: Path) -> None:
 
 
 def adapt_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LRScheduler, lr: float) -> None:
-    """After loading, restore what this run decides: which settings its optimizer has, and the learning rate.
+    """After loading, restore what this run decides: its optimizer's own settings, and the learning rate.
 
-    HybridAdam and AdamW save settings that the other one does not know. The learning rate comes with the optimizer's
+    HybridAdam and AdamW each save settings that the other one lacks. The learning rate comes with the optimizer's
     file, and loading the scheduler does not touch it: with another number of processes the old one would stay.
     """
     [group] = optimizer.param_groups
-    for name in group.keys() - settings.keys():
-        del group[name]
     group.update({name: value for name, value in settings.items() if name not in group})
     old = lr_scheduler.base_lrs[0]
     if old != lr:
@@ -593,21 +584,26 @@ def load_scaler(scaler: object | None, path: Path) -> None:
         vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
 
 
-def settle_ddp_buckets(args: argparse.Namespace, boosted: Boosted) -> None:
-    """Run one step that changes nothing, because DDP arranges its gradient buckets anew after the first step.
+def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
+    """Take steps that change nothing, so that a resumed run's first step is computed as any other; capture CUDA graphs.
 
-    Their layout decides in which order three or more processes sum a gradient. Without this, the first step of a
-    resumed run would differ from the uninterrupted one's.
+    DDP arranges its gradient buckets anew after its first step, and their layout decides in which order three or more
+    processes sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
     """
-    if isinstance(boosted.booster.plugin, TorchDDPPlugin):
-        images = torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())
-        boosted.model(images).sum().backward()
-        boosted.optimizer.zero_grad()
-        reset_batch_norm(boosted.model)
-
-
-def reset_batch_norm(model: nn.Module) -> None:
-    """Forget the statistics that a warm-up of a fresh model left in BatchNorm."""
+    plugin, model, is_cuda = boosted.booster.plugin, boosted.model, get_accelerator().name == "cuda"
+    if isinstance(plugin, TorchDDPPlugin):
+        ddp = next(module for module in model.modules() if isinstance(module, DistributedDataParallel))
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # averages each bucket, not each gradient
+        for _ in range(2):  # the second one uses the new buckets
+            model(torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
+    if is_cuda:
+        try:
+            with agreement("No CUDA graph, so slower"):
+                capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+        except UserError as problem:
+            vars(model.unwrap()).pop("forward", None)  # back to the class's own
+            print_on_master(str(problem))
+    model.zero_grad()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.reset_running_stats()
@@ -616,15 +612,10 @@ def reset_batch_norm(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------- safe checkpoints
 
 def claim(folder: Path) -> None:
-    """Make the checkpoint folder, and keep other runs out of it until this process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        lock(folder, wait=False)
-    except BlockingIOError:
-        raise UserError(f"another run saves in {folder}: wait for it, or choose another folder (-c)") from None
-    except OSError as error:
-        raise UserError(f"nothing can be written to {folder}: {error.strerror}; see -c") from error
+    """Make the checkpoint folder, see that it can be written, and keep other runs out until this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    lock(folder, wait=False)
 
 
 class RunFailed(UserError):
@@ -651,24 +642,23 @@ def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
 @contextmanager
 def saving(folder: Path, epoch: int) -> Iterator[None]:
     """An agreement on one step of a save. The process whose step fails removes this epoch's files."""
-    with agreement():
+    with agreement(f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"):
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
-            reason = "the disk is full" if os.statvfs(folder).f_bavail < 256 else first_line(error)
+        except (OSError, RuntimeError):
+            is_full = os.statvfs(folder).f_bavail < 256  # torch.save does not say so
             with suppress(OSError):
                 remove_checkpoint(folder, epoch)
-            message = f"epoch {epoch} could not be saved in {folder}: {reason}; other checkpoints are intact"
-            raise UserError(message) from error
+            if is_full:
+                raise OSError("the disk is full") from None
+            raise
 
 
 def remove_checkpoint(folder: Path, epoch: int) -> None:
     """Remove what there is of an epoch's checkpoint: the model file first, with which it ceases to exist."""
     for part in (*PARTS, SCALER, ".model"):
-        path = folder / f"{part}_{epoch}.pth"
-        if path.exists():
-            path.unlink()
-            flush_to_disk(folder)
+        (folder / f"{part}_{epoch}.pth").unlink(missing_ok=True)
+        flush_to_disk(folder)
 
 
 def flush_to_disk(*paths: Path) -> None:
@@ -685,21 +675,12 @@ def flush_to_disk(*paths: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- speed
 
-def speed_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """Cut the overhead of a step, most of which is Python; report once what does not work here."""
-    _, model, optimizer, *_ = boosted
-    if get_accelerator().name == "cuda":
-        try:
-            with agreement():
-                capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
-        except UserError as reason:
-            vars(model.unwrap()).pop("forward", None)  # back to the class's own
-            print_on_master(f"No CUDA graph, so slower: {reason}")
-        reset_batch_norm(model)
-    if isinstance(optimizer, LowLevelZeroOptimizer):
-        batch_overflow_checks(optimizer)
-    if isinstance(model, GeminiDDP):
-        list_parameters_once(model.unwrap())
+def speed_up(boosted: Boosted) -> None:
+    """Cut what Python does in each step beside the model's own work."""
+    if isinstance(boosted.optimizer, LowLevelZeroOptimizer):
+        batch_overflow_checks(boosted.optimizer)
+    if isinstance(boosted.model, GeminiDDP):
+        list_parameters_once(boosted.model.unwrap())
     torch.autograd.set_multithreading_enabled(False)  # or two threads contend for Python's lock in the plugins' hooks
     gc.collect()
     gc.freeze()  # the plugins create much garbage, and each collection would visit what the imports created
@@ -717,6 +698,9 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
         raise RuntimeError("gemini does not keep all parameters of this model gathered")
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
+    for alias, param in zip(aliases, params):
+        if param.grad is not None:  # a view of DDP's bucket, as warm_up left it; what is already there, DDP does not copy
+            alias.register_hook(param.grad.copy_)
     sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
     plain = copy.copy(module)  # with the same layers; its forward stays as it is
 
@@ -768,8 +752,7 @@ def run() -> int:
     """`main`, and the exit status. An error that the user can fix is one line, printed once."""
     try:
         main()
-        with agreement():
-            pass  # no process ends while another one still needs it
+        gather(None)  # no process ends while another one still needs it
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # local rank 0 prints the same and exits, and the launcher then ends this process
@@ -778,17 +761,13 @@ def run() -> int:
     return 0
 
 
-def leave(status: int) -> None:
-    """End this process at once. The usual teardown of NCCL and gloo can hang on CUDA graphs or lost processes."""
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process at once, without a traceback from each
+    status = 1
     try:
-        leave(run())
+        status = run()
     except Exception:
         traceback.print_exc()
-        leave(1)
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)  # the usual teardown of NCCL and gloo can hang on CUDA graphs or lost processes

@@ -3,7 +3,7 @@
     python tests/benchmark.py                                                 # one GPU, CIFAR-10 in $DATA
     torchrun --standalone --nproc_per_node 2 tests/benchmark.py --steps 50    # two GPUs, 50 steps instead of an epoch
     torchrun --standalone --nproc_per_node 2 tests/benchmark.py --synthetic   # without a GPU
-    python tests/benchmark.py --train_stock 80 --seed 1                       # the accuracy of the stock way
+    python tests/benchmark.py --train_stock 80 --seed 1 --workers 4           # the accuracy of the stock way
 
 Three paths take turns, segment by segment. A row gives the median (and the range) of each, scaled to a whole epoch:
 - stock: the plugin with its default arguments; images one by one through torchvision's transforms, in the training
@@ -13,17 +13,14 @@ Three paths take turns, segment by segment. A row gives the median (and the rang
   It has the same model and batch size, finds its batches ready, and does not communicate. Not without a GPU.
 """
 
-import time
-
-START = time.time()
-
 import argparse
 import gc
 import itertools
+import os
 import platform
 import statistics
 import sys
-import traceback
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -84,6 +81,7 @@ class Stock:
         self.world_size = coordinator.world_size
         images = PilImages(args.synthetic)
         self.loader = plugin.prepare_dataloader(images, args.batch_size, shuffle=True, drop_last=True)
+        self.loader.worker_init_fn = None  # the plugin's would repeat the same augmentation in each epoch
         model, criterion = build_model(), nn.CrossEntropyLoss()
         optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
         lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
@@ -114,10 +112,9 @@ class Ours:
         self.args, self.coordinator = args, coordinator
         booster = train.build_booster(args.plugin)
         self.plugin, self.data = booster.plugin, train.prepare_data(args, booster.plugin)
-        self.data_ready = time.time()
         self.boosted = train.boost(args, booster, coordinator)
-        train.speed_up(args, self.boosted)
-        train.settle_ddp_buckets(args, self.boosted)
+        train.warm_up(args, self.boosted)
+        train.speed_up(self.boosted)
 
     def train(self, epoch: int, steps: int) -> None:
         as_stock(False)
@@ -128,24 +125,13 @@ class Ours:
 
 
 class Limit:
-    def __init__(self, args: argparse.Namespace, batches: list[tuple[Tensor, Tensor]], channels_last: bool) -> None:
+    def __init__(self, args: argparse.Namespace, batches: list[tuple[Tensor, Tensor]]) -> None:
         as_stock(False)
         self.fp16, self.batches, device = args.plugin != "torch_ddp", batches, get_current_device()
         self.images, self.labels = (tensor.to(device, copy=True) for tensor in batches[0])  # what the graph reads
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.model = build_model().to(device, memory_format=self.layout)
+        self.model = build_model().to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=args.lr, fused=True, capturable=True)
         self.optimizer.grad_scale = torch.tensor(2.0**10 if self.fp16 else 1.0, device=device)  # it divides by this
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        images = to_float(self.images).contiguous(memory_format=self.layout)
-        with torch.autocast(images.device.type, torch.float16, enabled=self.fp16, cache_enabled=False):
-            loss = nn.functional.cross_entropy(self.model(images), self.labels)
-        (loss * self.optimizer.grad_scale).backward()
-        self.optimizer.step()
-
-    def capture(self) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -155,6 +141,14 @@ class Limit:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        images = to_float(self.images)
+        with torch.autocast(images.device.type, torch.float16, enabled=self.fp16, cache_enabled=False):
+            loss = nn.functional.cross_entropy(self.model(images), self.labels)
+        (loss * self.optimizer.grad_scale).backward()
+        self.optimizer.step()
 
     def train(self, epoch: int, steps: int) -> None:
         for images, labels in self.batches[:steps]:
@@ -175,9 +169,10 @@ def time_segment(path: Stock | Ours | Limit, epoch: int, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
+def train_stock(args: argparse.Namespace, workers: int, coordinator: DistCoordinator) -> None:
     """Train the stock path for args.num_epochs, and print what train.py prints."""
     stock = Stock(args, coordinator)
+    stock.loader.num_workers = workers
     test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
     train.log_setup(args, stock)
     for epoch in range(1, args.num_epochs + 1):
@@ -202,8 +197,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
     parser.add_argument("--seed", type=int, default=42, help="as train.py's (42)")
     parser.add_argument("--synthetic", action="store_true", help="the generated set instead of CIFAR-10")
-    parser.add_argument("--channels_last", action="store_true", help="let the limit use this memory format")
     parser.add_argument("--train_stock", type=int, metavar="EPOCHS", help="train the stock way with the first plugin")
+    parser.add_argument("--workers", type=int, default=0, help="that load images for --train_stock (0)")
     return parser
 
 
@@ -214,7 +209,7 @@ def header(options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str
         f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, "
         f"{'synthetic set' if options.synthetic else 'CIFAR-10'}, batch {options.batch_size} per process, "
         f"{options.segments} segments of {steps} of an epoch's {steps_per_epoch} steps"
-        f"{', limit in channels_last' if options.channels_last else ''}\n\n"
+        "\n\n"
         f"| plugin | stock s/epoch | ours | limit | stock/ours | ours/limit | images/s, ours |\n|{'---|' * 7}"
     )
 
@@ -225,8 +220,7 @@ def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch
     paths = [Stock(args, coordinator), ours]
     if ON_GPU:
         batches = train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)
-        paths.append(Limit(args, batches, options.channels_last))
-        paths[-1].capture()
+        paths.append(Limit(args, batches))
     for path in paths:
         path.train(1, min(steps, WARM_UP_STEPS))
     rounds = [[time_segment(path, 2 + segment, steps) for path in paths] for segment in range(options.segments)]
@@ -239,32 +233,21 @@ def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch
 
 
 def main() -> None:
-    times = {"imports": time.time()}
     options = get_args_parser().parse_args()
-    plugins = options.plugins[:1] if options.train_stock else options.plugins
     settings = f"-i 0 --batch_size {options.batch_size} --seed {options.seed} -n {options.train_stock or 1}".split()
     settings += ["--synthetic"] * options.synthetic
-    all_args = [train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in plugins]
-    for args in all_args:
-        train.check_args(args)
+    all_args = [train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in options.plugins]
     coordinator = train.launch(options.seed)
-    times["launch"] = time.time()
-    with train.agreement():
-        if coordinator.is_node_master() and not options.synthetic:
-            fetch_data()
+    if not options.synthetic:
+        fetch_data()
     if options.train_stock:
-        train_stock(all_args[0], coordinator)
+        train_stock(all_args[0], options.workers, coordinator)
         return
     for args in all_args:
         ours = Ours(args, coordinator)
         steps_per_epoch = len(ours.data.loader)
         steps = min(options.steps or steps_per_epoch, steps_per_epoch)
         if args is all_args[0]:
-            times |= {"data": ours.data_ready, "boost and capture": time.time()}
-            ours.train(1, 1)
-            times["first step"] = time.time()
-            parts = (f"{name} {end - start:.1f}" for (name, end), start in zip(times.items(), [START, *times.values()]))
-            print_on_master(f"Start-up, {time.time() - START:.1f} s with {args.plugin}: {', '.join(parts)}")
             print_on_master(header(options, steps, steps_per_epoch))
         print_on_master(measure(ours, options, steps, steps_per_epoch))
         del ours
@@ -273,11 +256,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        with train.agreement():
-            pass  # no process ends while another one still needs it
-        train.leave(0)
-    except Exception:
-        traceback.print_exc()
-        train.leave(1)
+    main()
+    train.gather(None)  # no process ends while another one still needs it
+    os._exit(0)  # as train.py does

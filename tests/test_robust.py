@@ -85,7 +85,7 @@ def test_model_file_comes_last(folder, tmp_path):
 def test_second_run_in_a_folder_is_refused(tmp_path):
     first = train(2, tmp_path, "-n", 1000, begin=start)
     first.wait_for("Epoch [1/")
-    check_end(train(2, tmp_path, "-n", 2), 2, f"another run saves in {tmp_path}: wait for it, or choose another folder")
+    check_end(train(2, tmp_path, "-n", 2), 2, f"another run uses {tmp_path}: wait for it, or choose another folder")
     assert train(2, tmp_path, "-n", 1, "-i", 0).returncode == 0, "it saves nothing"
     assert first.is_running()
     first.kill()
@@ -105,7 +105,7 @@ def test_file_system_that_cannot_lock_or_flush(tmp_path, planted):
 def test_save_that_fails(folder, planted):
     """The limit lets no optimizer be written, which takes 89 MB."""
     result = train(2, folder, "-n", 2, "-r", 1, planted=[planted])
-    line = check_end(result, 2, f"epoch 2 could not be saved in {folder}: ", "other checkpoints are intact")
+    line = check_end(result, 2, f"epoch 2 could not be saved in {folder} (other checkpoints are intact): ")
     assert "disk is full" not in line
     assert re.search(r"Epoch \[2/2\] loss .*, test accuracy [\d.]+%\n", result.output), "what is known is printed first"
     assert not (folder / "model_2.pth").exists()
@@ -120,7 +120,7 @@ def test_full_disk(folder, tmp_path):
         pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
     try:
         copy_epoch(1, folder, disk)
-        check_end(train(2, disk, "-n", 2, "-r", 1), 2, f"epoch 2 could not be saved in {disk}: the disk is full; ")
+        check_end(train(2, disk, "-n", 2, "-r", 1), 2, "(other checkpoints are intact): the disk is full")
         assert names(disk) == FIRST_EPOCH and not files_that_differ(1, folder, disk)
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
