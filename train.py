@@ -585,15 +585,15 @@ def load_scaler(scaler: object | None, path: Path) -> None:
 
 
 def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """Take steps that change nothing, so that a resumed run's first step is computed as any other; capture CUDA graphs.
+    """Run two steps that change nothing, which settle DDP's gradient buckets; then capture the model's CUDA graphs.
 
-    DDP arranges its gradient buckets anew after its first step, and their layout decides in which order three or more
-    processes sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
+    DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
+    sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
     """
     plugin, model, is_cuda = boosted.booster.plugin, boosted.model, get_accelerator().name == "cuda"
     if isinstance(plugin, TorchDDPPlugin):
         ddp = next(module for module in model.modules() if isinstance(module, DistributedDataParallel))
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # averages each bucket, not each gradient
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # divides buckets, not 62 gradients
         for _ in range(2):  # the second one uses the new buckets
             model(torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
     if is_cuda:

@@ -71,7 +71,7 @@ def as_stock(stock: bool) -> None:
 
 
 class Stock:
-    def __init__(self, args: argparse.Namespace, coordinator: DistCoordinator) -> None:
+    def __init__(self, args: argparse.Namespace, coordinator: DistCoordinator, workers: int = 0) -> None:
         as_stock(True)
         if args.plugin in ("low_level_zero", "gemini"):
             plugin = {"low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}[args.plugin](initial_scale=2**5)
@@ -80,8 +80,9 @@ class Stock:
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
         self.world_size = coordinator.world_size
         images = PilImages(args.synthetic)
-        self.loader = plugin.prepare_dataloader(images, args.batch_size, shuffle=True, drop_last=True)
-        self.loader.worker_init_fn = None  # the plugin's would repeat the same augmentation in each epoch
+        loading = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True, "num_workers": workers}
+        self.loader = plugin.prepare_dataloader(images, **loading)
+        self.loader.worker_init_fn = None  # the plugin's seeds all workers alike, and alike in each epoch
         model, criterion = build_model(), nn.CrossEntropyLoss()
         optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
         lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
@@ -171,8 +172,7 @@ def time_segment(path: Stock | Ours | Limit, epoch: int, steps: int) -> float:
 
 def train_stock(args: argparse.Namespace, workers: int, coordinator: DistCoordinator) -> None:
     """Train the stock path for args.num_epochs, and print what train.py prints."""
-    stock = Stock(args, coordinator)
-    stock.loader.num_workers = workers
+    stock = Stock(args, coordinator, workers)
     test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
     train.log_setup(args, stock)
     for epoch in range(1, args.num_epochs + 1):
@@ -208,8 +208,7 @@ def header(options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str
         f"{dist.get_world_size()} x {device}, torch {torch.__version__}, colossalai {train.colossalai.__version__}, "
         f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, "
         f"{'synthetic set' if options.synthetic else 'CIFAR-10'}, batch {options.batch_size} per process, "
-        f"{options.segments} segments of {steps} of an epoch's {steps_per_epoch} steps"
-        "\n\n"
+        f"{options.segments} segments of {steps} of an epoch's {steps_per_epoch} steps\n\n"
         f"| plugin | stock s/epoch | ours | limit | stock/ours | ours/limit | images/s, ours |\n|{'---|' * 7}"
     )
 

@@ -94,8 +94,8 @@ def test_gate_without_a_launcher_or_assertions():
 def test_two_machines_that_share_the_checkpoint_folder(tmp_path):
     arguments = (*FEW, "train.py", *SETTINGS, "-n", 1, "-i", 1, "-c", tmp_path)
     first, second = run_machines([arguments] * 2, [{}, {}], script="tests/planted.py")
-    assert [first.returncode, second.returncode, second.output] == [0, 0, ""], first.output + second.output
-    assert "2 process(es)" in first.output
+    assert [first.returncode, second.returncode] == [0, 0], first.output + second.output
+    assert ["2 process(es)" in result.output for result in (first, second)] == [True, False]
     saved = ["lr_scheduler_1.pth", "model_1.pth", "optimizer_1.pth"]
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
