@@ -185,7 +185,7 @@ def test_environments_of_slurm_that_are_right(monkeypatch):
 
 
 def test_torch_that_cannot_read_what_it_writes(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.3.1+cu121")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.3.1+cu121"))
     line = refusal(start)
     assert "torch 2.3.1+cu121" in line and "install torch 2.4 or newer" in line
 
