@@ -63,7 +63,7 @@ def data_root() -> Path:
 
 
 def lock(folder: Path, wait: bool) -> int:
-    """Lock a folder until the returned descriptor is closed or the process ends. UserError if it is taken, or wait."""
+    """Lock a folder until the returned descriptor is closed or the process ends. If it is taken, wait or UserError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

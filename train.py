@@ -429,9 +429,12 @@ def main() -> None:
 
 def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
     """The master's SummaryWriter, where one is asked for."""
-    with agreement("--tensorboard", ImportError):
+    with agreement("--tensorboard"):
         if folder and coordinator.is_master():
-            from torch.utils.tensorboard import SummaryWriter  # not everyone has the tensorboard package
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
             return SummaryWriter(folder, purge_step=start_epoch + 1)
 
 
@@ -481,11 +484,11 @@ PROGRESS_SECONDS = 30.0  # between lines of progress in a log
 def show_progress(batches: list, epoch: int, coordinator: DistCoordinator) -> Iterator:
     """Yield the batches, with a bar on a terminal, or a line every half minute in a log."""
     bar = tqdm(batches, f"Epoch {epoch}", leave=False, disable=not (sys.stderr.isatty() and coordinator.is_master()))
-    last = time.monotonic()
+    start = last = time.monotonic()
     for step, batch in enumerate(bar):
-        if bar.disable and time.monotonic() - last > PROGRESS_SECONDS:
-            last = time.monotonic()
-            print_on_master(f"Epoch {epoch}: step {step} of {len(batches)}")
+        if bar.disable and (now := time.monotonic()) - last > PROGRESS_SECONDS:
+            last, images = now, step * len(batch[1]) * coordinator.world_size
+            print_on_master(f"Epoch {epoch}: step {step} of {len(batches)}, {images / (now - start):,.0f} images/s")
         yield batch
 
 
@@ -699,7 +702,7 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
     for alias, param in zip(aliases, params):
-        if param.grad is not None:  # a view of DDP's bucket, as warm_up left it; what is already there, DDP does not copy
+        if param.grad is not None:  # DDP's bucket (see warm_up): it need not copy a gradient that is already there
             alias.register_hook(param.grad.copy_)
     sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
     plain = copy.copy(module)  # with the same layers; its forward stays as it is

@@ -95,7 +95,9 @@ def test_two_machines_that_share_the_checkpoint_folder(tmp_path):
     arguments = (*FEW, "train.py", *SETTINGS, "-n", 1, "-i", 1, "-c", tmp_path)
     first, second = run_machines([arguments] * 2, [{}, {}], script="tests/planted.py")
     assert [first.returncode, second.returncode] == [0, 0], first.output + second.output
-    assert ["2 process(es)" in result.output for result in (first, second)] == [True, False]
+    assert "2 process(es)" in first.output
+    torchruns = "torch/distributed/elastic"  # it logs when it outlives the first machine's
+    assert [line for line in second.output.splitlines() if torchruns not in line] == []
     saved = ["lr_scheduler_1.pth", "model_1.pth", "optimizer_1.pth"]
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
@@ -105,8 +107,8 @@ def test_progress(monkeypatch, capsys, terminal):
     """Ten batches of 2.9 s, which need no line in a log, and ten of 12 s."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
-    coordinator = SimpleNamespace(is_master=lambda: True)
-    batches, printed = list(range(10)), []
+    coordinator = SimpleNamespace(is_master=lambda: True, world_size=2)
+    batches, printed = [(torch.zeros(5), torch.zeros(5))] * 10, []
     for seconds in (2.9, 12):
         monkeypatch.setattr(train.time, "monotonic", functools.partial(next, itertools.count(step=seconds)))
         assert list(train.show_progress(batches, 7, coordinator)) == batches
@@ -115,7 +117,7 @@ def test_progress(monkeypatch, capsys, terminal):
         assert all("Epoch 7:" in output.err and not output.out for output in printed), "a bar"
     else:
         assert printed[0] == ("", "")
-        assert printed[1].out.splitlines() == [f"Epoch 7: step {step} of 10" for step in (2, 5, 8)]
+        assert printed[1].out.splitlines() == [f"Epoch 7: step {step} of 10, 1 images/s" for step in (2, 5, 8)]
 
 
 def test_full_output_device():

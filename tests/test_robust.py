@@ -120,7 +120,8 @@ def test_full_disk(folder, tmp_path):
         pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
     try:
         copy_epoch(1, folder, disk)
-        check_end(train(2, disk, "-n", 2, "-r", 1), 2, "(other checkpoints are intact): the disk is full")
+        line = f"epoch 2 could not be saved in {disk} (other checkpoints are intact): the disk is full"
+        check_end(train(2, disk, "-n", 2, "-r", 1), 2, line)
         assert names(disk) == FIRST_EPOCH and not files_that_differ(1, folder, disk)
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)

@@ -216,7 +216,7 @@ def alone(monkeypatch) -> SimpleNamespace:
 
 def test_tensorboard_that_cannot_be_written(alone, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
-    assert refusal(train.open_tensorboard, tmp_path / "curves", 0, alone).startswith("--tensorboard: import of")
+    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, alone)
     package = SimpleNamespace(SummaryWriter=lambda folder, purge_step: os.makedirs(folder, exist_ok=True))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     (tmp_path / "file").touch()
