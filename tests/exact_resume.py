@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from helpers import run
+from helpers import forkserver, run
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 PARTS = ("model", "optimizer", "lr_scheduler", "grad_scaler")
@@ -83,6 +83,7 @@ def map_jobs(function, jobs: list[tuple], parallel: bool) -> list:
         except (RuntimeError, AssertionError) as error:
             print(error, file=sys.stderr)
 
+    forkserver()
     with ThreadPoolExecutor(len(jobs) if parallel else 1) as pool:
         return list(pool.map(call, jobs))
 

@@ -18,7 +18,6 @@ import socket
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -109,6 +108,7 @@ class Job:
 
 @functools.cache
 def forkserver() -> ForkServerContext:
+    """The server. It starts in an environment of its own: call this before there are threads, which would see that."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -117,9 +117,6 @@ def forkserver() -> ForkServerContext:
     with mock.patch.dict(os.environ, environment(**settings), clear=True):
         multiprocessing.forkserver.ensure_running()
     return context
-
-
-forkserver_lock = threading.Lock()  # forkserver() changes the environment, which other threads must not see meanwhile
 
 
 def become(command: list[str], environ: dict[str, str], cwd: Path, files: list[str]) -> None:
@@ -164,8 +161,6 @@ def start(
     stdout: a file for standard output, which is in the result's output otherwise
     gpus: whether the processes see GPUs; forked ones cannot use them
     """
-    with forkserver_lock:
-        forkserver()
     port, ranks = free_port(), [{}]
     several = ["--nproc_per_node", nproc, "--master_port", port, *launcher_args]
     before = {
