@@ -46,6 +46,7 @@ warnings.filterwarnings("ignore", module="colossalai")  # on import it recommend
 warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, on streams in a graph's capture
 import colossalai
 from colossalai.accelerator import get_accelerator
+from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
@@ -54,6 +55,7 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device
 from colossalai.zero import GeminiDDP, LowLevelZeroOptimizer
+from colossalai.zero.low_level.bookkeeping import TensorBucket
 
 from eval import SYNTHETIC_TRAIN_IMAGES, TRAIN_IMAGES, UserError, accuracy_line, build_model, check_optimizer
 from eval import count_correct, epoch_or_latest, expand_path, fetch_data, first_line, list_epochs, load_data, lock
@@ -153,11 +155,6 @@ def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
     failures = list(filter(None, gather(failure)))
     if failures:
         raise failures[0]
-
-
-def print_on_master(line: str) -> None:
-    if dist.get_rank() == 0:
-        print_line(line)
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -356,28 +353,6 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
 
 # --------------------------------------------------------------------------------------------------------------- main
 
-def log_setup(args: argparse.Namespace, data: TrainingData) -> None:
-    world, device = dist.get_world_size(), get_current_device()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print_on_master(
-        f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
-        f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
-        f"{world * args.lr:g}, {len(data.loader) * args.batch_size * world:,} images per epoch, seed {args.seed}, "
-        f"colossalai {colossalai.__version__}, torch {torch.__version__}"
-    )
-
-
-def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None) -> None:
-    """Print the epoch's line, and write its values for TensorBoard."""
-    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
-    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
-    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
-    if writer:
-        for name, value in values.items():
-            writer.add_scalar(name, value, epoch)
-        writer.flush()
-
-
 def main() -> None:
     args = get_args_parser().parse_args()
     check_environment()
@@ -395,8 +370,8 @@ def main() -> None:
 
     boosted = boost(args, booster, coordinator)
     warm_up(args, boosted)
-    speed_up(boosted)
     resume(args, start_epoch, boosted, coordinator)
+    speed_up(boosted)
     writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
 
     correct = None
@@ -426,17 +401,6 @@ def main() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- environment
-
-def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
-    """The master's SummaryWriter, where one is asked for."""
-    with agreement("--tensorboard"):
-        if folder and coordinator.is_master():
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-            return SummaryWriter(folder, purge_step=start_epoch + 1)
-
 
 def check_environment() -> None:
     """Raise UserError where launch_from_torch would fail, or several tasks would each start their own run.
@@ -476,6 +440,46 @@ class CpuDDPPlugin(TorchDDPPlugin):
 
     def configure(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
         return TorchDDPModel(model, **self.ddp_kwargs), OptimizerWrapper(optimizer), criterion, dataloader, lr_scheduler
+
+
+# -------------------------------------------------------------------------------------------------- logs and progress
+
+def print_on_master(line: str) -> None:
+    if dist.get_rank() == 0:
+        print_line(line)
+
+
+def log_setup(args: argparse.Namespace, data: TrainingData) -> None:
+    world, device = dist.get_world_size(), get_current_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print_on_master(
+        f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
+        f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
+        f"{world * args.lr:g}, {len(data.loader) * args.batch_size * world:,} images per epoch, seed {args.seed}, "
+        f"colossalai {colossalai.__version__}, torch {torch.__version__}"
+    )
+
+
+def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None) -> None:
+    """Print the epoch's line, and write its values for TensorBoard."""
+    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
+    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
+    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+
+
+def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
+    """The master's SummaryWriter, where one is asked for."""
+    with agreement("--tensorboard"):
+        if folder and coordinator.is_master():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
+            return SummaryWriter(folder, purge_step=start_epoch + 1)
 
 
 PROGRESS_SECONDS = 30.0  # between lines of progress in a log
@@ -682,8 +686,12 @@ def speed_up(boosted: Boosted) -> None:
     """Cut what Python does in each step beside the model's own work."""
     if isinstance(boosted.optimizer, LowLevelZeroOptimizer):
         batch_overflow_checks(boosted.optimizer)
+        TensorBucket.all_gather = gather_weights
     if isinstance(boosted.model, GeminiDDP):
         list_parameters_once(boosted.model.unwrap())
+    if isinstance(scaler := find_scaler(boosted.optimizer), DynamicGradScaler):
+        for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, each step would wait twice to read the scale
+            vars(scaler)[name] = vars(scaler)[name].cpu()
     torch.autograd.set_multithreading_enabled(False)  # or two threads contend for Python's lock in the plugins' hooks
     gc.collect()
     gc.freeze()  # the plugins create much garbage, and each collection would visit what the imports created
@@ -729,23 +737,41 @@ def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
     """
     mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
 
-    def check_local_overflow() -> bool:
+    def check_overflow() -> bool:
         overflow = torch.zeros_like(one)
         torch._amp_foreach_non_finite_check_and_unscale_(optimizer.get_working_grads_by_group_id(0), overflow, one)
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return bool(overflow)
 
     def unscale(grads: list[Tensor], total_norm: float) -> None:
         torch._foreach_mul_(grads, 1 / mixin.get_grad_div_scale())
 
-    mixin.check_local_overflow = check_local_overflow
+    mixin.check_overflow = check_overflow
     optimizer._unscale_and_clip_grads = unscale
     optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0
 
 
+def gather_weights(bucket: TensorBucket, group: dist.ProcessGroup, fp8_communication: bool = False) -> None:
+    """Copy all updated weights into the model at once. TensorBucket.all_gather copies the 62 of them one by one."""
+    masters, weights = zip(*bucket._write_back_pairs.items())
+    shard = bucket.flatten()
+    shards = shard.new_empty(dist.get_world_size(group) * len(shard))
+    dist.all_gather_into_tensor(shards, shard, group)
+    padded = shards.view(-1, len(shard)).split([master.numel() for master in masters], dim=1)
+    updated = [values.flatten()[: weight.numel()].view_as(weight) for values, weight in zip(padded, weights)]
+    torch._foreach_copy_([weight.data for weight in weights], updated)
+    bucket.empty()
+
+
 def list_parameters_once(module: nn.Module) -> None:
-    """Cache the list of parameters. GeminiDDP searches all modules for them, three times in each step."""
+    """Cache the list of parameters. GeminiDDP searches all modules for them, three times in each step.
+
+    It also asks each one repeatedly for an attribute that none of them has, which is slow until they have it.
+    """
     params = list(module.parameters())
     module.parameters = lambda recurse=True: iter(params)
+    for param in params:
+        param._ddp_to_ignore = False
 
 
 # -------------------------------------------------------------------------------------------------------- entry point

@@ -32,6 +32,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
+from colossalai.zero.low_level.bookkeeping import TensorBucket
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
@@ -42,6 +43,7 @@ from train import print_on_master
 
 ON_GPU = torch.cuda.is_available()
 WARM_UP_STEPS = 20
+STOCK_ALL_GATHER = TensorBucket.all_gather
 TRANSFORM = transforms.Compose(
     [transforms.Pad(4), transforms.RandomHorizontalFlip(), transforms.RandomCrop(32), transforms.ToTensor()]
 )
@@ -67,6 +69,7 @@ def as_stock(stock: bool) -> None:
     """Undo, or restore, what train.py sets for the whole process."""
     torch.backends.cudnn.deterministic = not stock
     torch.autograd.set_multithreading_enabled(stock)
+    TensorBucket.all_gather = STOCK_ALL_GATHER if stock else train.gather_weights
     gc.unfreeze() if stock else gc.freeze()
 
 
