@@ -1,9 +1,8 @@
 """Measure train.py against the stock way to write it, and against what the GPU could do.
 
-    python tests/benchmark.py                                                 # one GPU, CIFAR-10 in $DATA
-    torchrun --standalone --nproc_per_node 2 tests/benchmark.py --steps 50    # two GPUs, 50 steps instead of an epoch
-    torchrun --standalone --nproc_per_node 2 tests/benchmark.py --synthetic   # without a GPU
-    python tests/benchmark.py --train_stock 80 --seed 1 --workers 4           # the accuracy of the stock way
+    python tests/benchmark.py                                                # one GPU, CIFAR-10 in $DATA
+    torchrun --standalone --nproc_per_node 2 tests/benchmark.py --steps 50   # two GPUs, or two processes without a GPU
+    python tests/benchmark.py --train_stock 80 --seed 1                      # the accuracy of the stock way
 
 Three paths take turns, segment by segment. A row gives the median (and the range) of each, scaled to a whole epoch:
 - stock: the plugin with its default arguments; images one by one through torchvision's transforms, in the training
@@ -33,16 +32,17 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDP
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from colossalai.zero.low_level.bookkeeping import TensorBucket
-from PIL import Image
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torchvision import transforms
+from torchvision.datasets import CIFAR10
 
-from eval import accuracy_line, build_model, fetch_data, load_data, to_float
+from eval import TRAIN_IMAGES, accuracy_line, build_model, data_root, fetch_data, load_data, to_float
 from train import print_on_master
 
 ON_GPU = torch.cuda.is_available()
-WARM_UP_STEPS = 20
+WARM_UP_STEPS, SEGMENTS = 20, 5
+ACCURACY_WORKERS = 4  # processes that load images for --train_stock: they change how long it takes, and the draws
 STOCK_ALL_GATHER = TensorBucket.all_gather
 TRANSFORM = transforms.Compose(
     [transforms.Pad(4), transforms.RandomHorizontalFlip(), transforms.RandomCrop(32), transforms.ToTensor()]
@@ -50,20 +50,6 @@ TRANSFORM = transforms.Compose(
 
 
 # ---------------------------------------------------------------------------------------------------- the three paths
-
-class PilImages:
-    """What torchvision's CIFAR10 is with TRANSFORM, also for the synthetic set."""
-
-    def __init__(self, synthetic: bool) -> None:
-        images, labels = load_data(train=True, synthetic=synthetic)
-        self.images, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return TRANSFORM(Image.fromarray(self.images[index])), self.labels[index]
-
 
 def as_stock(stock: bool) -> None:
     """Undo, or restore, what train.py sets for the whole process."""
@@ -82,7 +68,7 @@ class Stock:
             plugin = TorchDDPPlugin() if ON_GPU else train.CpuDDPPlugin()
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
         self.world_size = coordinator.world_size
-        images = PilImages(args.synthetic)
+        images = CIFAR10(data_root(), transform=TRANSFORM)
         loading = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True, "num_workers": workers}
         self.loader = plugin.prepare_dataloader(images, **loading)
         self.loader.worker_init_fn = None  # the plugin's seeds all workers alike, and alike in each epoch
@@ -173,10 +159,10 @@ def time_segment(path: Stock | Ours | Limit, epoch: int, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def train_stock(args: argparse.Namespace, workers: int, coordinator: DistCoordinator) -> None:
+def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
     """Train the stock path for args.num_epochs, and print what train.py prints."""
-    stock = Stock(args, coordinator, workers)
-    test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
+    stock = Stock(args, coordinator, ACCURACY_WORKERS)
+    test_images, test_labels = load_data(train=False, synthetic=False)
     train.log_setup(args, stock)
     for epoch in range(1, args.num_epochs + 1):
         values = stock.train(epoch, len(stock.loader))
@@ -195,13 +181,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure train.py against the stock way to write it.")
     everywhere = train.PLUGINS if ON_GPU else train.PLUGINS[:1]
     parser.add_argument("--plugins", nargs="+", choices=train.PLUGINS, default=everywhere, help="(all that run here)")
-    parser.add_argument("--segments", type=int, default=5, help="to time of each path (5)")
     parser.add_argument("--steps", type=int, help="of a segment (a whole epoch)")
     parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
     parser.add_argument("--seed", type=int, default=42, help="as train.py's (42)")
-    parser.add_argument("--synthetic", action="store_true", help="the generated set instead of CIFAR-10")
     parser.add_argument("--train_stock", type=int, metavar="EPOCHS", help="train the stock way with the first plugin")
-    parser.add_argument("--workers", type=int, default=0, help="that load images for --train_stock (0)")
     return parser
 
 
@@ -209,50 +192,41 @@ def header(options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str
     device = torch.cuda.get_device_name() if ON_GPU else f"CPU process with {torch.get_num_threads()} thread(s)"
     return (
         f"{dist.get_world_size()} x {device}, torch {torch.__version__}, colossalai {train.colossalai.__version__}, "
-        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, "
-        f"{'synthetic set' if options.synthetic else 'CIFAR-10'}, batch {options.batch_size} per process, "
-        f"{options.segments} segments of {steps} of an epoch's {steps_per_epoch} steps\n\n"
-        f"| plugin | stock s/epoch | ours | limit | stock/ours | ours/limit | images/s, ours |\n|{'---|' * 7}"
+        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}, CIFAR-10, batch {options.batch_size} per "
+        f"process, {SEGMENTS} segments of {steps} of an epoch's {steps_per_epoch} steps\n\n"
+        f"| plugin | stock s/epoch | ours | limit | stock/ours | ours/limit |\n|{'---|' * 6}"
     )
 
 
-def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str:
-    """The table's row for the plugin of `ours`."""
-    args, coordinator = ours.args, ours.coordinator
+def row(args: argparse.Namespace, steps: int, steps_per_epoch: int, coordinator: DistCoordinator) -> str:
+    ours = Ours(args, coordinator)
     paths = [Stock(args, coordinator), ours]
     if ON_GPU:
-        batches = train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)
-        paths.append(Limit(args, batches))
+        paths.append(Limit(args, train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)))
     for path in paths:
         path.train(1, min(steps, WARM_UP_STEPS))
-    rounds = [[time_segment(path, 2 + segment, steps) for path in paths] for segment in range(options.segments)]
+    rounds = [[time_segment(path, 2 + segment, steps) for path in paths] for segment in range(SEGMENTS)]
     columns = [[seconds * steps_per_epoch / steps for seconds in column] for column in zip(*rounds)]
     cells = [f"{statistics.median(column):.2f} ({min(column):.2f}-{max(column):.2f})" for column in columns]
     stock, ours, *limit = map(statistics.median, columns)
     cells += [f"{stock / ours:.2f}", f"{ours / limit[0]:.2f}"] if limit else ["-", f"{stock / ours:.2f}", "-"]
-    cells += [f"{steps_per_epoch * args.batch_size * coordinator.world_size / ours:,.0f}"]
     return f"| {args.plugin} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     options = get_args_parser().parse_args()
     settings = f"-i 0 --batch_size {options.batch_size} --seed {options.seed} -n {options.train_stock or 1}".split()
-    settings += ["--synthetic"] * options.synthetic
     all_args = [train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in options.plugins]
     coordinator = train.launch(options.seed)
-    if not options.synthetic:
-        fetch_data()
+    fetch_data()
     if options.train_stock:
-        train_stock(all_args[0], options.workers, coordinator)
+        train_stock(all_args[0], coordinator)
         return
+    steps_per_epoch = TRAIN_IMAGES // (options.batch_size * coordinator.world_size)
+    steps = min(options.steps or steps_per_epoch, steps_per_epoch)
+    print_on_master(header(options, steps, steps_per_epoch))
     for args in all_args:
-        ours = Ours(args, coordinator)
-        steps_per_epoch = len(ours.data.loader)
-        steps = min(options.steps or steps_per_epoch, steps_per_epoch)
-        if args is all_args[0]:
-            print_on_master(header(options, steps, steps_per_epoch))
-        print_on_master(measure(ours, options, steps, steps_per_epoch))
-        del ours
+        print_on_master(row(args, steps, steps_per_epoch, coordinator))
         gc.collect()  # models and CUDA graphs hang in reference cycles
         torch.cuda.empty_cache()
 
