@@ -1,4 +1,4 @@
-"""What the tests share: one way to start the scripts, and a very small CIFAR-10.
+"""What the tests share: one way to start the scripts.
 
 Importing torch and ColossalAI takes some five seconds. A server process (multiprocessing's forkserver) does it once and
 forks from itself what a test starts. Most tests take `launcher="fork"`: ranks that are spared the imports.
@@ -6,17 +6,14 @@ forks from itself what a test starts. Most tests take `launcher="fork"`: ranks t
 
 import ctypes
 import functools
-import hashlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import pickle
 import re
 import runpy
 import signal
 import socket
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -43,8 +40,7 @@ def environment(**changes) -> dict[str, str]:
 
 def free_port() -> int:
     """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -211,31 +207,3 @@ def accuracy(output: str) -> float:
 def error_lines(output: str, script: str = "train.py") -> list[str]:
     """The lines in which a script told its user what is wrong."""
     return [line for line in output.splitlines() if line.startswith(f"{script}: error:")]
-
-
-def write_cifar10(folder: Path) -> dict:
-    """Write random images in CIFAR-10's layout, 10 a file, as a folder and as an archive of it.
-
-    Returns:
-        the values that torchvision's CIFAR10 must have for these attributes, so that it takes them for the real files
-    """
-    import numpy as np
-    from torchvision.datasets import CIFAR10
-
-    rng = np.random.default_rng(0)
-    base, archive, meta = folder / CIFAR10.base_folder, folder / CIFAR10.filename, CIFAR10.meta["filename"]
-    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
-    base.mkdir(parents=True)
-    (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
-    for name in names:
-        images, labels = rng.integers(256, size=(10, 3072), dtype=np.uint8), rng.permutation(10).tolist()
-        (base / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(base, CIFAR10.base_folder)
-    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in (archive, *base.iterdir())}
-    return {
-        "tgz_md5": md5[archive.name],
-        "train_list": [[name, md5[name]] for name in names[:-1]],
-        "test_list": [[name, md5[name]] for name in names[-1:]],
-        "meta": {**CIFAR10.meta, "md5": md5[meta]},
-    }

@@ -6,6 +6,7 @@ import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchvision.models import resnet18, resnet34
 import eval
 import train
 from eval import UserError, build_model, saved_epochs
-from helpers import accuracy, error_lines, run
+from helpers import error_lines, run
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,14 @@ def change(path: Path, how) -> None:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
+def job(tmp_path, monkeypatch) -> None:
+    """A job of one process, without a GPU, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
+    monkeypatch.setattr(train, "gather", lambda value: [value])
+
+
+MASTER = SimpleNamespace(is_master=lambda: True)
 
 
 def listing() -> list:
@@ -67,7 +74,7 @@ def listing() -> list:
 
 
 def start(*args) -> int:
-    """What train.py does with its arguments, alone and before it writes anything. Returns the epoch to resume from."""
+    """What train.py does with its arguments before it writes anything. Returns the epoch to resume from."""
     parsed = train.get_args_parser().parse_args([str(arg) for arg in args])
     train.check_environment()
     train.check_args(parsed)
@@ -108,6 +115,9 @@ def refusal(function, *args) -> str:
         (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
         (["--plugin", "ddp"], "invalid choice: 'ddp'"),
         (["--epochs", 3], "unrecognized arguments: --epochs 3"),
+        (["-p", "torch_ddp_fp16"], "-p torch_ddp_fp16 runs on CUDA and NPU only; use -p torch_ddp"),
+        (["-p", "low_level_zero"], "-p low_level_zero runs on CUDA and NPU only; use -p torch_ddp"),
+        (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp"),
     ],
 )
 def test_wrong_argument(args, message):
@@ -134,13 +144,6 @@ def test_help_needs_no_launcher(main, option, monkeypatch, capsys):
     assert option in capsys.readouterr().out
 
 
-def test_plugin_that_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
-    for plugin in ("torch_ddp_fp16", "low_level_zero", "gemini"):
-        line = refusal(start, "-p", plugin)
-        assert f"-p {plugin} runs on CUDA and NPU only" in line and "use -p torch_ddp" in line
-
-
 def test_path_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for script in (train, eval):
@@ -152,6 +155,7 @@ def test_path_in_the_home_folder(monkeypatch, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- environment
 
+START = "start with torchrun or colossalai run; under Slurm with srun torchrun"
 LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -167,21 +171,20 @@ LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "1
         ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
     ],
 )
-def test_part_of_a_launcher_environment(monkeypatch, variables, message):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    line = refusal(start)
-    assert message in line and "start with torchrun or colossalai run; under Slurm with srun torchrun" in line
+def test_part_of_a_launcher_environment(variables, message):
+    with mock.patch.dict(os.environ, variables):
+        line = refusal(start)
+    assert message in line and START in line
 
 
-def test_environments_of_slurm_that_are_right(monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "2")  # alone in an interactive allocation
-    assert start() == 0
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert start() == 0
-    for name, value in {"SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}.items():  # srun torchrun
-        monkeypatch.setenv(name, value)
-    assert start() == 0
+@pytest.mark.parametrize("variables", [
+    {"SLURM_NTASKS": "2"},  # alone in an interactive allocation
+    {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"},
+    {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED},  # srun torchrun
+])  # fmt: skip
+def test_environments_of_slurm_that_are_right(variables):
+    with mock.patch.dict(os.environ, variables):
+        assert start() == 0
 
 
 def test_torch_that_cannot_read_what_it_writes(monkeypatch):
@@ -198,42 +201,34 @@ def test_more_processes_than_gpus(monkeypatch):
     assert start() == 0
 
 
-def test_batch_larger_than_a_share(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for args, share in ([], 25000), (["--synthetic"], 2000):
-        args = train.get_args_parser().parse_args([*args, "--batch_size", str(share)])
-        train.check_args(args)
-        args.batch_size += 1
-        assert f"--batch_size must be {share} or less, a process's share" in refusal(train.check_args, args)
+@pytest.mark.parametrize("args, share", [([], 25000), (["--synthetic"], 2000)])
+def test_batch_larger_than_a_share(args, share):
+    with mock.patch.dict(os.environ, LAUNCHED):
+        assert start(*args, "--batch_size", share) == 0
+        line = refusal(start, *args, "--batch_size", share + 1)
+    assert f"--batch_size must be {share} or less, a process's share" in line
 
 
-@pytest.fixture
-def alone(monkeypatch) -> SimpleNamespace:
-    """The coordinator of the only process of a job."""
-    monkeypatch.setattr(train, "gather", lambda value: [value])
-    return SimpleNamespace(is_master=lambda: True)
-
-
-def test_tensorboard_that_cannot_be_written(alone, monkeypatch, tmp_path):
+def test_tensorboard_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
-    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, alone)
+    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, MASTER)
     package = SimpleNamespace(SummaryWriter=lambda folder, purge_step: os.makedirs(folder, exist_ok=True))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, alone)
+    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, MASTER)
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder
 
-def test_checkpoint_folder_that_cannot_be_written(alone, tmp_path):
+def test_checkpoint_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", Path("/proc/checkpoint")):
         args = train.get_args_parser().parse_args(["-c", str(path)])
-        line = refusal(train.agree_on_start, args, alone)
+        line = refusal(train.agree_on_start, args, MASTER)
         assert line.startswith("the checkpoint folder (-c): ") and str(path) in line
         args.interval = 0  # nothing will be written
-        assert train.agree_on_start(args, alone) == 0
+        assert train.agree_on_start(args, MASTER) == 0
 
 
 def test_what_is_no_checkpoint_is_not_counted(checkpoint):
@@ -348,46 +343,39 @@ def with_state(index: int, **values):
 
 
 @pytest.mark.parametrize(
-    "how, problem",
+    "part, how, problem",
     [
-        (lambda content: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
-        (lambda content: content["state"].pop(61) and content, "does not hold Adam's state of all 62 parameters"),
-        (with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
-        (with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
-        (with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
+        ("optimizer", lambda content: torch.optim.SGD(build_model().parameters()).state_dict(), "not hold Adam's state"),
+        ("optimizer", lambda content: content["state"].pop(61) and content, "not hold Adam's state of all 62 parameters"),
+        ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
+        ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
+        ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
+        *(
+            ("lr_scheduler", lambda state, values=values: {**state, **values}, "is not the MultiStepLR state of epoch 4")
+            for values in ({"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 2})
+        ),
     ],
 )
-def test_optimizer_file_that_does_not_fit(checkpoint, how, problem):
-    path = checkpoint / "optimizer_4.pth"
+def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
+    path = checkpoint / f"{part}_4.pth"
     change(path, how)
     line = refusal(start, "-c", checkpoint, "-r", 4)
-    assert line.startswith(str(path)) and problem in line
-
-
-@pytest.mark.parametrize("values", [{"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 2}])
-def test_scheduler_file_that_does_not_fit(checkpoint, values):
-    path = checkpoint / "lr_scheduler_4.pth"
-    change(path, lambda state: {**state, **values})
-    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal(start, "-c", checkpoint, "-r", 4)
-
-
-def test_half_precision_weights_are_read(checkpoint, capsys):
-    change(checkpoint / "model_4.pth", lambda state: build_model().half().state_dict())
-    before = listing()
-    assert start("-c", checkpoint, "-r", 4) == 4
-    evaluate("-c", checkpoint, "-e", "latest", "--synthetic")
-    assert 0 <= accuracy(capsys.readouterr().out) <= 100
-    assert listing() == before
+    assert line.startswith(f"{path} ") and problem in line
 
 
 # -------------------------------------------------------------------------------------------------- the real processes
 
-def test_refusal_without_a_launcher():
-    result = run(1, launcher="python", env={**LAUNCHED, "LOCAL_RANK": ""}, cwd=Path.cwd())
-    assert result.returncodes == [2]
-    [line] = error_lines(result.output)
-    assert "LOCAL_RANK is ''" in line and result.output.splitlines()[-1] == line
-    assert "Traceback" not in result.output
+@pytest.mark.parametrize(
+    "script, args, env, message",
+    [
+        ("train.py", ["-n", 0], {}, "--num_epochs must be 1 or more"),
+        ("train.py", [], {"MASTER_ADDR": ""}, f"MASTER_ADDR is '', so the launcher's environment is incomplete: {START}"),
+        ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Saved in that folder (-c): none"),
+    ],
+)
+def test_refusal_is_one_line_and_exit_code_2(script, args, env, message):
+    result = run(1, *args, script=script, env=env, cwd=Path.cwd())
+    assert (result.returncodes, result.output) == ([2], f"{script}: error: {message}\n")
     assert listing() == []
 
 
@@ -396,15 +384,3 @@ def test_refusal_is_printed_once_for_all_processes():
     assert result.returncodes != [0]  # torchrun's own code is 1 whenever a process fails
     assert error_lines(result.output) == ["train.py: error: unrecognized arguments: --nonsense 1"]
     assert "exitcode  : 2" in result.output and "usage:" not in result.output
-
-
-def test_refusal_of_eval():
-    result = run(1, "-c", "none", "-e", 7, script="eval.py", cwd=Path.cwd())
-    assert result.returncodes == [2]
-    assert result.output == "eval.py: error: none/model_7.pth is missing or empty. Saved in that folder (-c): none\n"
-
-
-def test_output_of_eval_that_cannot_be_written(checkpoint):
-    result = run(1, "-c", checkpoint, "-e", 4, "--synthetic", script="eval.py", stdout="/dev/full")
-    assert result.returncodes == [2]
-    assert result.output == "eval.py: error: standard output cannot be written: No space left on device\n"
