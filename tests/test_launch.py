@@ -63,10 +63,9 @@ def test_eval_agrees(main_job, epoch, line, launcher):
     assert evaluated.output == f"Accuracy of the model on the test images: {trained} %\n"
 
 
-@pytest.mark.parametrize("nproc", [3, 7])
-def test_shares_that_differ_give_the_same_accuracy(main_job, nproc):
+def test_shares_that_differ_give_the_same_accuracy(main_job):
     folder, output = main_job
-    again = run(nproc, "-c", folder, "--synthetic", "-n", 3, "-r", 3, "-i", 0)
+    again = run(3, "-c", folder, "--synthetic", "-n", 3, "-r", 3, "-i", 0)
     assert again.returncode == 0
     assert accuracy(again.output) == accuracy(output)
 
@@ -92,8 +91,7 @@ def test_gate_without_a_launcher_or_assertions():
 
 
 def test_two_machines_that_share_the_checkpoint_folder(tmp_path):
-    arguments = (*FEW, "train.py", *SETTINGS, "-n", 1, "-i", 1, "-c", tmp_path)
-    first, second = run_machines([arguments] * 2, [{}, {}], script="tests/planted.py")
+    first, second = run_machines([(*SETTINGS, "-n", 1, "-i", 1, "-c", tmp_path)] * 2, [{}, {}], planted=FEW)
     assert [first.returncode, second.returncode] == [0, 0], first.output + second.output
     assert "2 process(es)" in first.output
     torchruns = "torch/distributed/elastic"  # it logs when it outlives the first machine's
@@ -120,10 +118,11 @@ def test_progress(monkeypatch, capsys, terminal):
         assert printed[1].out.splitlines() == [f"Epoch 7: step {step} of 10, 1 images/s" for step in (2, 5, 8)]
 
 
-def test_full_output_device():
-    result = run(1, *SETTINGS, "-n", 1, planted=FEW, stdout="/dev/full")
-    assert result.returncode == 2
-    assert result.output == "train.py: error: standard output cannot be written: No space left on device\n"
+@pytest.mark.parametrize("script, args", [("train.py", ["-i", 0]), ("eval.py", ["-e", 3])])
+def test_full_output_device(main_job, script, args):
+    result = run(1, "-c", main_job[0], "--synthetic", *args, script=script, stdout="/dev/full")
+    assert result.returncodes == [2]
+    assert result.output == f"{script}: error: standard output cannot be written: No space left on device\n"
 
 
 def test_wrong_network_interface():
