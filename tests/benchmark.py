@@ -33,10 +33,9 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDP
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from colossalai.zero.low_level.bookkeeping import TensorBucket
-from PIL import Image
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiStepLR
 from torchvision import transforms
+from torchvision.datasets import CIFAR10
 
 from eval import accuracy_line, build_model, fetch_data, load_data, to_float
 from train import print_on_master
@@ -51,18 +50,13 @@ TRANSFORM = transforms.Compose(
 
 # ---------------------------------------------------------------------------------------------------- the three paths
 
-class PilImages:
-    """What torchvision's CIFAR10 is with TRANSFORM, also for the synthetic set."""
+class PilImages(CIFAR10):
+    """torchvision's CIFAR10 with TRANSFORM, also for the synthetic set."""
 
     def __init__(self, synthetic: bool) -> None:
         images, labels = load_data(train=True, synthetic=synthetic)
-        self.images, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return TRANSFORM(Image.fromarray(self.images[index])), self.labels[index]
+        self.data, self.targets = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
+        self.transform, self.target_transform = TRANSFORM, None
 
 
 def as_stock(stock: bool) -> None:
@@ -81,16 +75,10 @@ class Stock:
         else:
             plugin = TorchDDPPlugin() if ON_GPU else train.CpuDDPPlugin()
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
-        self.world_size = coordinator.world_size
-        images = PilImages(args.synthetic)
         loading = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True, "num_workers": workers}
-        self.loader = plugin.prepare_dataloader(images, **loading)
+        self.loader = plugin.prepare_dataloader(PilImages(args.synthetic), **loading)
         self.loader.worker_init_fn = None  # the plugin's seeds all workers alike, and alike in each epoch
-        model, criterion = build_model(), nn.CrossEntropyLoss()
-        optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
-        lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-        model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, None, lr_scheduler)
-        self.boosted = train.Boosted(booster, model, optimizer, criterion, lr_scheduler)
+        self.boosted = train.boost(args, booster, coordinator)
 
     def train(self, epoch: int, steps: int) -> dict:
         """Train in the same order in each epoch, as the reference example does. Returns what train.report prints."""
@@ -105,7 +93,7 @@ class Stock:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        speed = steps * self.loader.batch_size * self.world_size / (time.time() - start)
+        speed = steps * self.loader.batch_size * dist.get_world_size() / (time.time() - start)
         learning_rate = optimizer.param_groups[0]["lr"]
         return {"loss": statistics.mean(losses), "learning_rate": learning_rate, "images_per_second": speed}
 

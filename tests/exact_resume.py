@@ -106,12 +106,9 @@ def is_same(one: object, other: object) -> bool:
 
 
 def files_that_differ(epoch: int, one: Path, other: Path) -> list[str]:
-    paths = {folder: {path.name: path for path in folder.glob(f"*_{epoch}.pth")} for folder in (one, other)}
-    assert f"model_{epoch}.pth" in paths[one]
-    return sorted(
-        name for name in paths[one].keys() | paths[other].keys()
-        if not all(name in found for found in paths.values()) or not is_same(*(read(folder / name) for folder in paths))
-    )  # fmt: skip
+    first, second = ({path.name: read(path) for path in folder.glob(f"*_{epoch}.pth")} for folder in (one, other))
+    assert f"model_{epoch}.pth" in first
+    return sorted(name for name in first.keys() | second.keys() if not is_same(first.get(name), second.get(name)))
 
 
 def copy_epoch(epoch: int, source: Path, target: Path, parts: tuple[str, ...] = PARTS) -> Path:

@@ -127,24 +127,3 @@ def test_unfinished_save_is_ignored_and_replaced(runs, folder):
     assert "Resuming after epoch 2" in train(2, "torch_ddp", folder, "-n", 3, "-r", "latest")
     assert not files_that_differ(3, whole, folder)
     assert not list(folder.glob(".*"))
-
-
-@pytest.mark.parametrize("args, later", [(["-n", 1], "epochs 1, 3"), (["-n", 2, "-r", 1], "epochs 3")])
-def test_start_before_later_epochs_says_so(runs, folder, args, later):
-    copy_epoch(1, runs(2, "torch_ddp").folder, folder)
-    copy_epoch(3, runs(2, "torch_ddp").folder, folder)
-    lines = train(2, "torch_ddp", folder, *args).splitlines()
-    assert lines.count(f"{folder} holds later {later}: -r latest would resume from 3") == 1
-
-
-def test_eval_only_reads_the_folder(runs, folder):
-    """Even what an interrupted save has left stays as it is. The times tell if anything was made, moved or removed."""
-    copy_epoch(3, runs(2, "torch_ddp").folder, folder)
-    for name in ("optimizer_4.pth", ".model_4.pth"):
-        (folder / name).touch()
-    folder.chmod(0o555)
-    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
-    evaluated = run(1, "-c", folder, "-e", "latest", "--synthetic", script="eval.py")
-    assert evaluated.returncode == 0 and "Accuracy" in evaluated.output
-    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
-    folder.chmod(0o755)

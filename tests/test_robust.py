@@ -1,8 +1,10 @@
 """Runs that are killed or hindered, or that diverge, leave whole checkpoints; one process's failure ends all."""
 
+import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -51,11 +53,40 @@ def folder(whole, tmp_path):
     shutil.rmtree(folder)
 
 
-def test_kills_at_random_moments():
-    result = run(1, 4, script="tests/kill_at_random.py", launcher="python")
-    assert result.returncode == 0, result.output
-    assert "4 of 4 runs ended as the undisturbed one" in result.output
-    assert re.search(r"\| epoch \d: ", result.output), "none was killed while it saved"
+def run_of(epoch: int, folder: Path, undisturbed: dict[int, Path]) -> int:
+    """The seed of the undisturbed run that all of this epoch's files are of."""
+    seeds = [seed for seed in undisturbed if not files_that_differ(epoch, undisturbed[seed], folder)]
+    assert seeds, f"the files of epoch {epoch} are of no single run"
+    return seeds[0]
+
+
+def test_kills_at_random_moments(whole, tmp_path):
+    """Each epoch that has a model file is whole, all its files of one run, and the newest one is resumed."""
+    seed, earlier, folder = 42, tmp_path / "earlier", tmp_path / "ckpt"
+    assert train(2, earlier, "-n", 3, "--seed", 1).returncode == 0
+    undisturbed, moments, interrupted = {seed: whole, 1: earlier}, random.Random(0), []
+    for file in (None, "optimizer_2.pth", ".model_2.pth", "lr_scheduler_2.pth"):  # in whose save it is killed, if any
+        if file == ".model_2.pth":  # while it overwrites what another run left
+            shutil.copytree(earlier, folder)
+        job = train(2, folder, "-n", 3, begin=start)
+        while file and not (folder / file).exists():
+            assert job.is_running(), job.output
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.1 if file else 3))
+        job.kill(ranks=moments.choice([[0, 1], [0], [1]]))
+        time.sleep(0.1)  # until a launcher looks again
+        job.kill()
+        job.wait()
+        present = [epoch for epoch in (1, 2, 3) if (folder / f"model_{epoch}.pth").exists()]
+        interrupted.append(file and 2 not in present)
+        seeds = [run_of(epoch, folder, undisturbed) for epoch in present] or [seed]
+        result = train(2, folder, "-n", 3, "--seed", seeds[-1], "-r", "latest")
+        assert result.returncode == 0, result.output
+        assert re.findall(r"Resuming after epoch (\d)", result.output) == [str(epoch) for epoch in present[-1:]]
+        assert run_of(3, folder, undisturbed) == seeds[-1]
+        shutil.rmtree(folder)
+    assert any(interrupted), "none was killed while it saved"
+    shutil.rmtree(earlier)
 
 
 def test_killed_rank_is_restarted(whole, tmp_path):

@@ -60,6 +60,7 @@ def job(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
     monkeypatch.setattr(train, "gather", lambda value: [value])
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
 
 
 MASTER = SimpleNamespace(is_master=lambda: True)
@@ -263,6 +264,24 @@ def test_resume_beyond_num_epochs(checkpoint):
     for epoch in (4, "latest"):
         line = refusal(start, "-c", checkpoint, "-r", epoch, "-n", 3)
         assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
+
+
+@pytest.mark.parametrize("epoch, later", [("-1", "epochs 2, 4"), ("2", "epochs 4")])
+def test_start_before_later_epochs_says_so(checkpoint, capsys, epoch, later):
+    args = train.get_args_parser().parse_args(["-c", str(checkpoint), "-r", epoch, "-i", "0"])
+    train.agree_on_start(args, MASTER)
+    assert capsys.readouterr().out == f"{checkpoint} holds later {later}: -r latest would resume from 4\n"
+
+
+def test_eval_only_reads_the_folder(checkpoint):
+    """Even what an interrupted save has left stays as it is."""
+    for name in ("optimizer_5.pth", ".model_5.pth"):
+        (checkpoint / name).touch()
+    checkpoint.chmod(0o555)
+    before = listing()
+    evaluate("-c", checkpoint, "-e", "latest", "--synthetic")
+    assert listing() == before
+    checkpoint.chmod(0o755)
 
 
 # ----------------------------------------------------------------------------------------------------------- the files
