@@ -204,13 +204,16 @@ def header(options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str
     )
 
 
-def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch: int) -> str:
-    """The table's row for the plugin of `ours`."""
-    args, coordinator = ours.args, ours.coordinator
+def measure(args: argparse.Namespace, options: argparse.Namespace, coordinator: DistCoordinator) -> None:
+    """Print the table's row for a plugin, and the header before the first one."""
+    ours = Ours(args, coordinator)
+    steps_per_epoch = len(ours.data.loader)
+    steps = min(options.steps or steps_per_epoch, steps_per_epoch)
+    if args.plugin == options.plugins[0]:
+        print_on_master(header(options, steps, steps_per_epoch))
     paths = [Stock(args, coordinator), ours]
     if ON_GPU:
-        batches = train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)
-        paths.append(Limit(args, batches))
+        paths.append(Limit(args, train.epoch_batches(ours.data, 1, args.seed, coordinator.rank)))
     for path in paths:
         path.train(1, min(steps, WARM_UP_STEPS))
     rounds = [[time_segment(path, 2 + segment, steps) for path in paths] for segment in range(options.segments)]
@@ -219,7 +222,7 @@ def measure(ours: Ours, options: argparse.Namespace, steps: int, steps_per_epoch
     stock, ours, *limit = map(statistics.median, columns)
     cells += [f"{stock / ours:.2f}", f"{ours / limit[0]:.2f}"] if limit else ["-", f"{stock / ours:.2f}", "-"]
     cells += [f"{steps_per_epoch * args.batch_size * coordinator.world_size / ours:,.0f}"]
-    return f"| {args.plugin} | {' | '.join(cells)} |"
+    print_on_master(f"| {args.plugin} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -234,13 +237,7 @@ def main() -> None:
         train_stock(all_args[0], options.workers, coordinator)
         return
     for args in all_args:
-        ours = Ours(args, coordinator)
-        steps_per_epoch = len(ours.data.loader)
-        steps = min(options.steps or steps_per_epoch, steps_per_epoch)
-        if args is all_args[0]:
-            print_on_master(header(options, steps, steps_per_epoch))
-        print_on_master(measure(ours, options, steps, steps_per_epoch))
-        del ours
+        measure(args, options, coordinator)
         gc.collect()  # models and CUDA graphs hang in reference cycles
         torch.cuda.empty_cache()
 

@@ -24,7 +24,6 @@ import torch
 from helpers import forkserver, run
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
-PARTS = ("model", "optimizer", "lr_scheduler", "grad_scaler")
 EPOCHS, RESUME_AT = 3, 2
 
 
@@ -111,11 +110,11 @@ def files_that_differ(epoch: int, one: Path, other: Path) -> list[str]:
     return sorted(name for name in first.keys() | second.keys() if not is_same(first.get(name), second.get(name)))
 
 
-def copy_epoch(epoch: int, source: Path, target: Path, parts: tuple[str, ...] = PARTS) -> Path:
+def copy_epoch(epoch: int, source: Path, target: Path, parts: tuple[str, ...] = ("*",)) -> Path:
     target.mkdir(exist_ok=True)
     for part in parts:
-        if (source / f"{part}_{epoch}.pth").exists():
-            shutil.copy(source / f"{part}_{epoch}.pth", target)
+        for path in source.glob(f"{part}_{epoch}.pth"):
+            shutil.copy(path, target)
     return target
 
 

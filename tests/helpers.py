@@ -46,7 +46,6 @@ def free_port() -> int:
 
 # -------------------------------------------------------------------------------------------------- starting a script
 
-
 @dataclass
 class Result:
     returncodes: list[int]  # of each rank, or of the launcher alone; -9 of one that was killed
@@ -148,7 +147,7 @@ def start(
 ) -> Job:  # fmt: skip
     """Start `script` with `args` on `nproc` processes.
 
-    script: a path, absolute or relative to the repository's root
+    script: a path relative to the repository's root
     planted: what planted.py, which then starts the script, is to change
     launcher: "fork" (the ranks, each with the environment that a launcher gives), "torchrun", "colossalai" (which is
         `colossalai run`), or "python" (no launcher, one process)
@@ -182,8 +181,7 @@ def run(nproc: int, *args, timeout: float = 240, **options) -> Result:
 def run_machines(machines: list[tuple], envs: list[dict], launcher="torchrun", timeout=240, **options) -> list[Result]:
     """Run a script on several machines, one process each: a torchrun, or a forked rank, on this one stands for each.
 
-    machines: each one's arguments
-    envs: each one's changes to the environment
+    Each has its own arguments, `machines`, and changes to the environment, `envs`.
     """
     jobs, port = [], free_port()
     for node, (args, env) in enumerate(zip(machines, envs, strict=True)):
@@ -194,9 +192,6 @@ def run_machines(machines: list[tuple], envs: list[dict], launcher="torchrun", t
     return [job.wait(timeout) for job in jobs]
 
 
-# ----------------------------------------------------------------------------------------------- what they leave behind
-
-
 def accuracy(output: str) -> float:
     """The percentage in the last accuracy line that a script printed."""
     lines = re.findall(r"Accuracy of the model on the test images: (\d+\.\d\d) %", output)
@@ -204,6 +199,6 @@ def accuracy(output: str) -> float:
     return float(lines[-1])
 
 
-def error_lines(output: str, script: str = "train.py") -> list[str]:
-    """The lines in which a script told its user what is wrong."""
-    return [line for line in output.splitlines() if line.startswith(f"{script}: error:")]
+def error_lines(output: str) -> list[str]:
+    """The lines in which train.py told its user what is wrong."""
+    return [line for line in output.splitlines() if line.startswith("train.py: error:")]

@@ -113,9 +113,7 @@ def loss_scale(growth_interval: str, initial: str = "") -> None:
 
 def double() -> None:
     """All plugins on the CPU."""
-    import on_double
-
-    on_double.install()
+    importlib.import_module("on_double").install()
 
 
 def machines() -> None:

@@ -26,8 +26,7 @@ from eval import UserError, build_model, fetch_data, load_data
 def write_cifar10(folder: Path) -> dict:
     """Write random images in CIFAR-10's layout, 10 a file, as a folder and as an archive of it.
 
-    Returns:
-        what the attributes of torchvision's CIFAR10 must be, so that it takes them for the real files
+    Returns the attributes that let torchvision's CIFAR10 take them for the real files.
     """
     rng = np.random.default_rng(0)
     base, archive, meta = folder / CIFAR10.base_folder, folder / CIFAR10.filename, CIFAR10.meta["filename"]
@@ -35,8 +34,8 @@ def write_cifar10(folder: Path) -> dict:
     base.mkdir()
     (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
     for name in names:
-        images, labels = rng.integers(256, size=(10, 3072), dtype=np.uint8), rng.permutation(10).tolist()
-        (base / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
+        content = {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": rng.permutation(10).tolist()}
+        (base / name).write_bytes(pickle.dumps(content))
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(base, CIFAR10.base_folder)
     md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in (archive, *base.iterdir())}
@@ -151,12 +150,12 @@ def test_download_says_what_it_does_before_it_connects(data, monkeypatch, capsys
     assert "100%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["404", "cut", "stop", "silent"])
-def test_download_that_fails(server, data, monkeypatch, kind):
+@pytest.mark.parametrize("kind, reason, half", [
+    ("404", "404", False), ("cut", "", True), ("stop", "timed out", True), ("silent", "timed out", False),
+])  # fmt: skip
+def test_download_that_fails(server, data, monkeypatch, kind, reason, half):
     monkeypatch.setattr(eval, "DOWNLOAD_TIMEOUT", 0.5)
     server.failure = kind
-    reason = {"404": "404", "cut": "", "stop": "timed out", "silent": "timed out"}[kind]
-    half = kind in ("cut", "stop")
     problem = f"{data / CIFAR10.filename} is incomplete or damaged" if half else f"no {CIFAR10.base_folder} in {data}"
     for _ in range(2):  # the second time, what is left of the first is in the way
         line = failure()

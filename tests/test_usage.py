@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import error_lines, run
 from torch.optim.lr_scheduler import MultiStepLR
 from torchvision.models import resnet18, resnet34
 
 import eval
 import train
 from eval import UserError, build_model, saved_epochs
-from helpers import error_lines, run
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,7 @@ def start(*args) -> int:
 
 def evaluate(*args) -> None:
     """Run eval.py in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+    with mock.patch.object(sys, "argv", ["eval.py", *map(str, args)]):
         eval.main()
 
 
@@ -99,38 +98,22 @@ def refusal(function, *args) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- arguments
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--interval", -1], "--interval must be 0 or more"),
-        (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
-        (["--num_epochs", 0], "--num_epochs must be 1 or more"),
-        (["--batch_size", 1], "--batch_size must be 2 or more"),
-        (["--lr", 0], "--lr must be a number above 0"),
-        (["--lr", "nan"], "--lr must be a number above 0"),
-        (["--seed", -1], "--seed must be in 0"),
-        (["--resume", 0], "--resume takes an epoch from 1 on"),
-        (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
-        (["--plugin", "ddp"], "invalid choice: 'ddp'"),
-        (["--epochs", 3], "unrecognized arguments: --epochs 3"),
-        (["-p", "torch_ddp_fp16"], "-p torch_ddp_fp16 runs on CUDA and NPU only; use -p torch_ddp"),
-        (["-p", "low_level_zero"], "-p low_level_zero runs on CUDA and NPU only; use -p torch_ddp"),
-        (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp"),
-    ],
-)
+@pytest.mark.parametrize("args, message", [
+    (["--interval", -1], "--interval must be 0 or more"),
+    (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
+    (["--batch_size", 1], "--batch_size must be 2 or more"),
+    (["--lr", 0], "--lr must be a number above 0"),
+    (["--lr", "nan"], "--lr must be a number above 0"),
+    (["--seed", -1], "--seed must be in 0"),
+    (["--resume", 0], "--resume takes an epoch from 1 on"),
+    (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
+    (["--plugin", "ddp"], "invalid choice: 'ddp'"),
+    (["-p", "torch_ddp_fp16"], "-p torch_ddp_fp16 runs on CUDA and NPU only; use -p torch_ddp here"),
+    (["-p", "low_level_zero"], "-p low_level_zero runs on CUDA and NPU only; use -p torch_ddp here"),
+    (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp here"),
+])  # fmt: skip
 def test_wrong_argument(args, message):
     assert message in refusal(start, *args)
-
-
-@pytest.mark.parametrize("args", [[], ["--interval", 0], ["--target_acc", 0], ["--target_acc", 1], ["-r", "latest"]])
-def test_right_arguments(args):
-    assert start(*args) == 0
-    assert listing() == []
-
-
-def test_wrong_argument_of_eval():
-    assert "unrecognized arguments: -p gemini" in refusal(evaluate, "-p", "gemini")
-    assert "'newest' is neither an epoch number nor 'latest'" in refusal(evaluate, "-e", "newest")
 
 
 @pytest.mark.parametrize("main, option", [(train.main, "--resume"), (eval.main, "--epoch")])
@@ -157,32 +140,32 @@ START = "start with torchrun or colossalai run; under Slurm with srun torchrun"
 LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    "variables, message",
-    [
-        ({**LAUNCHED, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
-        ({"LOCAL_RANK": "0"}, "RANK is ''"),
-        ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
-        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
-    ],
-)
+@pytest.mark.parametrize("variables, message", [
+    ({**LAUNCHED, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+    ({"LOCAL_RANK": "0"}, "RANK is ''"),
+    ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
+    ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+])  # fmt: skip
 def test_part_of_a_launcher_environment(variables, message):
     with mock.patch.dict(os.environ, variables):
         line = refusal(start)
     assert message in line and START in line
 
 
-@pytest.mark.parametrize("variables", [
-    {"SLURM_NTASKS": "2"},  # alone in an interactive allocation
-    {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"},
-    {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED},  # srun torchrun
+@pytest.mark.parametrize("variables, args", [
+    ({}, ["--interval", 0, "--target_acc", 0, "-r", "latest"]),
+    ({}, ["--target_acc", 1]),
+    ({"SLURM_NTASKS": "2"}, []),  # alone in an interactive allocation
+    ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, []),
+    ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}, []),  # srun torchrun
 ])  # fmt: skip
-def test_environments_of_slurm_that_are_right(variables):
+def test_start_that_is_right(variables, args):
     with mock.patch.dict(os.environ, variables):
-        assert start() == 0
+        assert start(*args) == 0
+    assert listing() == []
 
 
 def test_torch_that_cannot_read_what_it_writes(monkeypatch):
@@ -294,17 +277,13 @@ class Trap:
 
 
 @pytest.mark.parametrize("part", [*train.PARTS, train.SCALER])
-@pytest.mark.parametrize(
-    "spoil, reason",
-    [
-        (lambda content: content[: int(0.99 * len(content))], "PytorchStreamReader failed"),
-        (lambda content: b"Not a checkpoint.\n", ""),
-        (lambda content: [1, 2, 3], "it holds a list"),
-        (lambda content: {"state": Trap()}, ""),
-        (lambda content: pickle.dumps({"state": Trap()}, protocol=2), ""),
-    ],
-    ids=["truncated", "text", "list", "code", "code in an old format"],
-)
+@pytest.mark.parametrize("spoil, reason", [
+    (lambda content: content[: int(0.99 * len(content))], "PytorchStreamReader failed"),
+    (lambda content: b"Not a checkpoint.\n", ""),
+    (lambda content: [1, 2, 3], "it holds a list"),
+    (lambda content: {"state": Trap()}, ""),
+    (lambda content: pickle.dumps({"state": Trap()}, protocol=2), ""),
+], ids=["truncated", "text", "list", "code", "code in an old format"])  # fmt: skip
 def test_file_that_cannot_be_read(checkpoint, part, spoil, reason):
     path = checkpoint / f"{part}_4.pth"
     replace(path, spoil(path.read_bytes()))
@@ -321,23 +300,20 @@ def with_first(convert):
     return lambda state: {**state, "conv1.weight": convert(state["conv1.weight"])}
 
 
-@pytest.mark.parametrize(
-    "how, problem",
-    [
-        (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
-        (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
-        (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
-        (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
-        (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
-        (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
-        (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
-        (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
-        (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
-        (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
-        (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
-        (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
-    ],
-)
+@pytest.mark.parametrize("how, problem", [
+    (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
+    (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
+    (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
+    (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
+    (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
+    (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
+    (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
+    (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
+    (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
+    (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
+    (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
+    (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
+])  # fmt: skip
 def test_model_file_that_does_not_fit(checkpoint, how, problem):
     path = checkpoint / "model_4.pth"
     change(path, how)
@@ -351,21 +327,18 @@ def with_state(index: int, **values):
     return lambda content: {**content, "state": {**content["state"], index: {**content["state"][index], **values}}}
 
 
-@pytest.mark.parametrize(
-    "part, how, problem",
-    [
-        ("optimizer", lambda content: torch.optim.SGD(build_model().parameters()).state_dict(), "not hold Adam's state"),
-        ("optimizer", lambda content: {"a": 1}, "not hold Adam's state"),
-        ("optimizer", lambda content: content["state"].pop(61) and content, "not hold Adam's state of all 62 parameters"),
-        ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
-        ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
-        ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
-        ("lr_scheduler", lambda state: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
-        ("lr_scheduler", lambda state: {**state, "base_lrs": []}, "is not the MultiStepLR state of epoch 4"),
-        ("lr_scheduler", lambda state: {**state, "base_lrs": [0.0]}, "is not the MultiStepLR state of epoch 4"),
-        ("lr_scheduler", lambda state: {**state, "last_epoch": 2}, "is not the MultiStepLR state of epoch 4"),
-    ],
-)
+@pytest.mark.parametrize("part, how, problem", [
+    ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
+    ("optimizer", lambda _: {"a": 1}, "does not hold Adam's state"),
+    ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
+    ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
+    ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
+    ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
+    ("lr_scheduler", lambda _: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "base_lrs": []}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "base_lrs": [0.0]}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "last_epoch": 2}, "is not the MultiStepLR state of epoch 4"),
+])  # fmt: skip
 def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
     path = checkpoint / f"{part}_4.pth"
     change(path, how)
@@ -375,14 +348,13 @@ def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
 
 # -------------------------------------------------------------------------------------------------- the real processes
 
-@pytest.mark.parametrize(
-    "script, args, env, message",
-    [
-        ("train.py", ["-n", 0], {}, "--num_epochs must be 1 or more"),
-        ("train.py", [], {"MASTER_ADDR": ""}, f"MASTER_ADDR is '', so the launcher's environment is incomplete: {START}"),
-        ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Saved in that folder (-c): none"),
-    ],
-)
+@pytest.mark.parametrize("script, args, env, message", [
+    ("train.py", ["-n", 0], {}, "--num_epochs must be 1 or more"),
+    ("train.py", [], {"MASTER_ADDR": ""}, f"MASTER_ADDR is '', so the launcher's environment is incomplete: {START}"),
+    ("eval.py", ["-p", "gemini"], {}, "unrecognized arguments: -p gemini"),
+    ("eval.py", ["-e", "newest"], {}, "argument -e/--epoch: 'newest' is neither an epoch number nor 'latest'"),
+    ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Saved in that folder (-c): none"),
+])  # fmt: skip
 def test_refusal_is_one_line_and_exit_code_2(script, args, env, message):
     result = run(1, *args, script=script, env=env, cwd=Path.cwd())
     assert (result.returncodes, result.output) == ([2], f"{script}: error: {message}\n")
