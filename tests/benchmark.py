@@ -33,7 +33,6 @@ from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from colossalai.zero.low_level.bookkeeping import TensorBucket
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiStepLR
 from torchvision import transforms
 from torchvision.datasets import CIFAR10
 
@@ -67,16 +66,11 @@ class Stock:
         else:
             plugin = TorchDDPPlugin() if ON_GPU else train.CpuDDPPlugin()
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
-        self.world_size = coordinator.world_size
         images = CIFAR10(data_root(), transform=TRANSFORM)
         loading = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True, "num_workers": workers}
         self.loader = plugin.prepare_dataloader(images, **loading)
         self.loader.worker_init_fn = None  # the plugin's seeds all workers alike, and alike in each epoch
-        model, criterion = build_model(), nn.CrossEntropyLoss()
-        optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
-        lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-        model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, None, lr_scheduler)
-        self.boosted = train.Boosted(booster, model, optimizer, criterion, lr_scheduler)
+        self.boosted = train.boost(args, booster, coordinator)
 
     def train(self, epoch: int, steps: int) -> dict:
         """Train in the same order in each epoch, as the reference example does. Returns what train.report prints."""
@@ -91,7 +85,7 @@ class Stock:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        speed = steps * self.loader.batch_size * self.world_size / (time.time() - start)
+        speed = steps * self.loader.batch_size * dist.get_world_size() / (time.time() - start)
         learning_rate = optimizer.param_groups[0]["lr"]
         return {"loss": statistics.mean(losses), "learning_rate": learning_rate, "images_per_second": speed}
 

@@ -24,7 +24,6 @@ import torch
 from helpers import forkserver, run
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
-PARTS = ("model", "optimizer", "lr_scheduler", "grad_scaler")
 EPOCHS, RESUME_AT = 3, 2
 
 
@@ -106,19 +105,16 @@ def is_same(one: object, other: object) -> bool:
 
 
 def files_that_differ(epoch: int, one: Path, other: Path) -> list[str]:
-    paths = {folder: {path.name: path for path in folder.glob(f"*_{epoch}.pth")} for folder in (one, other)}
-    assert f"model_{epoch}.pth" in paths[one]
-    return sorted(
-        name for name in paths[one].keys() | paths[other].keys()
-        if not all(name in found for found in paths.values()) or not is_same(*(read(folder / name) for folder in paths))
-    )  # fmt: skip
+    first, second = ({path.name: read(path) for path in folder.glob(f"*_{epoch}.pth")} for folder in (one, other))
+    assert f"model_{epoch}.pth" in first
+    return sorted(name for name in first.keys() | second.keys() if not is_same(first.get(name), second.get(name)))
 
 
-def copy_epoch(epoch: int, source: Path, target: Path, parts: tuple[str, ...] = PARTS) -> Path:
+def copy_epoch(epoch: int, source: Path, target: Path, parts: tuple[str, ...] = ("*",)) -> Path:
     target.mkdir(exist_ok=True)
     for part in parts:
-        if (source / f"{part}_{epoch}.pth").exists():
-            shutil.copy(source / f"{part}_{epoch}.pth", target)
+        for path in source.glob(f"{part}_{epoch}.pth"):
+            shutil.copy(path, target)
     return target
 
 

@@ -1,4 +1,4 @@
-"""What the tests share: one way to start the scripts, and a very small CIFAR-10.
+"""What the tests share: one way to start the scripts.
 
 Importing torch and ColossalAI takes some five seconds. A server process (multiprocessing's forkserver) does it once and
 forks from itself what a test starts. Most tests take `launcher="fork"`: ranks that are spared the imports.
@@ -6,17 +6,14 @@ forks from itself what a test starts. Most tests take `launcher="fork"`: ranks t
 
 import ctypes
 import functools
-import hashlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import pickle
 import re
 import runpy
 import signal
 import socket
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -43,13 +40,11 @@ def environment(**changes) -> dict[str, str]:
 
 def free_port() -> int:
     """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
 # -------------------------------------------------------------------------------------------------- starting a script
-
 
 @dataclass
 class Result:
@@ -152,7 +147,7 @@ def start(
 ) -> Job:  # fmt: skip
     """Start `script` with `args` on `nproc` processes.
 
-    script: a path, absolute or relative to the repository's root
+    script: a path relative to the repository's root
     planted: what planted.py, which then starts the script, is to change
     launcher: "fork" (the ranks, each with the environment that a launcher gives), "torchrun", "colossalai" (which is
         `colossalai run`), or "python" (no launcher, one process)
@@ -186,8 +181,7 @@ def run(nproc: int, *args, timeout: float = 240, **options) -> Result:
 def run_machines(machines: list[tuple], envs: list[dict], launcher="torchrun", timeout=240, **options) -> list[Result]:
     """Run a script on several machines, one process each: a torchrun, or a forked rank, on this one stands for each.
 
-    machines: each one's arguments
-    envs: each one's changes to the environment
+    Each has its own arguments, `machines`, and changes to the environment, `envs`.
     """
     jobs, port = [], free_port()
     for node, (args, env) in enumerate(zip(machines, envs, strict=True)):
@@ -198,9 +192,6 @@ def run_machines(machines: list[tuple], envs: list[dict], launcher="torchrun", t
     return [job.wait(timeout) for job in jobs]
 
 
-# ----------------------------------------------------------------------------------------------- what they leave behind
-
-
 def accuracy(output: str) -> float:
     """The percentage in the last accuracy line that a script printed."""
     lines = re.findall(r"Accuracy of the model on the test images: (\d+\.\d\d) %", output)
@@ -208,34 +199,6 @@ def accuracy(output: str) -> float:
     return float(lines[-1])
 
 
-def error_lines(output: str, script: str = "train.py") -> list[str]:
-    """The lines in which a script told its user what is wrong."""
-    return [line for line in output.splitlines() if line.startswith(f"{script}: error:")]
-
-
-def write_cifar10(folder: Path) -> dict:
-    """Write random images in CIFAR-10's layout, 10 a file, as a folder and as an archive of it.
-
-    Returns:
-        the values that torchvision's CIFAR10 must have for these attributes, so that it takes them for the real files
-    """
-    import numpy as np
-    from torchvision.datasets import CIFAR10
-
-    rng = np.random.default_rng(0)
-    base, archive, meta = folder / CIFAR10.base_folder, folder / CIFAR10.filename, CIFAR10.meta["filename"]
-    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
-    base.mkdir(parents=True)
-    (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
-    for name in names:
-        images, labels = rng.integers(256, size=(10, 3072), dtype=np.uint8), rng.permutation(10).tolist()
-        (base / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(base, CIFAR10.base_folder)
-    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in (archive, *base.iterdir())}
-    return {
-        "tgz_md5": md5[archive.name],
-        "train_list": [[name, md5[name]] for name in names[:-1]],
-        "test_list": [[name, md5[name]] for name in names[-1:]],
-        "meta": {**CIFAR10.meta, "md5": md5[meta]},
-    }
+def error_lines(output: str) -> list[str]:
+    """The lines in which train.py told its user what is wrong."""
+    return [line for line in output.splitlines() if line.startswith("train.py: error:")]

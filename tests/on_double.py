@@ -7,6 +7,7 @@ logic (who saves what, what a resumed run continues with), never speed or a GPU'
 
 import contextlib
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -15,29 +16,8 @@ from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.kernel.kernel_loader import CPUAdamLoader
 
 
-class AcceleratorStandIn(CpuAccelerator):
-    """The CPU under the name that low_level_zero and gemini insist on."""
-
-    def __init__(self):
-        super().__init__()
-        self._name = "cuda"
-
-    def device_count(self):
-        return 8
-
-    def Stream(self, *args, **kwargs):
-        return mock.Mock()  # everything is done when it is called, so there is nothing to wait for
-
-    current_stream = Stream
-
-    def stream(self, stream):
-        return contextlib.nullcontext()
-
-    def synchronize(self, *args):
-        pass
-
-    def autocast(self, enabled=True, dtype=torch.bfloat16, cache_enabled=True):
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
+def autocast(enabled=True, dtype=None, cache_enabled=True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
 
 
 class AdamStandIn:
@@ -54,21 +34,21 @@ class AdamStandIn:
         )  # fmt: skip
 
 
-class KernelStandIn:
-    name, priority = "cpu_adam_stand_in", 1
-
-    def is_available(self):
-        return True
-
-    assert_compatible = is_available
-
-    def load(self):
-        return mock.Mock(CPUAdamOptimizer=AdamStandIn)
-
-
 def install() -> None:
-    set_accelerator(AcceleratorStandIn())
-    CPUAdamLoader.register_extension(KernelStandIn)
+    accelerator = CpuAccelerator()
+    accelerator._name = "cuda"  # low_level_zero and gemini insist on it
+    accelerator.device_count = lambda: 8
+    # Everything is done when it is called, so there is nothing to wait for
+    accelerator.Stream = accelerator.current_stream = accelerator.synchronize = mock.Mock()
+    accelerator.stream = contextlib.nullcontext
+    accelerator.autocast = autocast
+    set_accelerator(accelerator)
+    kernel = SimpleNamespace(CPUAdamOptimizer=AdamStandIn)
+    extension = SimpleNamespace(
+        name="cpu_adam_stand_in", priority=1, is_available=lambda: True, assert_compatible=lambda: None,
+        load=lambda: kernel,
+    )  # fmt: skip
+    CPUAdamLoader.register_extension(lambda: extension)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
     torch.cuda.make_graphed_callables = lambda function, sample_args: function
     torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")

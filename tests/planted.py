@@ -9,12 +9,15 @@ Each word before train.py calls a function of this file: `images=64,50` calls im
 import errno
 import importlib
 import itertools
+import json
 import os
 import resource
 import runpy
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -25,9 +28,25 @@ import eval
 
 
 def images(train_images: str, test_images: str) -> None:
-    """Keep the first images of each split of the synthetic set."""
-    whole, counts = eval.synthetic_data, {True: int(train_images), False: int(test_images)}
-    eval.synthetic_data = lambda train: tuple(tensor[: counts[train]] for tensor in whole(train))
+    """Generate the first images of each split of the synthetic set, and no others."""
+    whole, draw_labels, counts = eval.synthetic_data, torch.randint, {True: int(train_images), False: int(test_images)}
+
+    def few(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        with mock.patch("torch.randint", lambda *args, **kwargs: draw_labels(*args, **kwargs)[: counts[train]]):
+            return whole(train)
+
+    eval.synthetic_data = few
+
+
+def cifar10(attributes: str) -> None:
+    """Let torchvision's CIFAR10 have the attributes in a JSON file: its URL, and the checksums of its files."""
+    for name, value in json.loads(Path(attributes).read_text()).items():
+        setattr(eval.CIFAR10, name, value)
+
+
+def collective_timeout(seconds: str) -> None:
+    """Let no collective take longer, except in a group with a timeout of its own."""
+    torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=int(seconds))
 
 
 def fault(kind: str, rank: str, step: str) -> None:
@@ -94,9 +113,7 @@ def loss_scale(growth_interval: str, initial: str = "") -> None:
 
 def double() -> None:
     """All plugins on the CPU."""
-    import on_double
-
-    on_double.install()
+    importlib.import_module("on_double").install()
 
 
 def machines() -> None:

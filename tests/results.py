@@ -36,22 +36,19 @@ class Run(NamedTuple):
         return self.num_epochs in self.accuracy
 
 
-def number(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
 def read_log(path: Path) -> Run:
     images, num_epochs = None, None
     loss, seconds, accuracy = values = {}, {}, {}
     for line in path.read_text().splitlines():
         if setup := SETUP.search(line):
-            images = number(setup[1])
+            images = int(setup[1].replace(",", ""))
         elif images and (match := EPOCH.search(line)):
             epoch, num_epochs = int(match[1]), int(match[2])
             for later in [later for later in loss if later >= epoch]:  # of an earlier start, which this one repeats
                 for by_epoch in values:
                     by_epoch.pop(later, None)
-            loss[epoch], seconds[epoch] = float(match[3]), images / max(1, number(match[4]))
+            loss[epoch] = float(match[3])
+            seconds[epoch] = images / max(1, int(match[4].replace(",", "")))
             if match[5]:
                 accuracy[epoch] = float(match[5])
     if not loss:

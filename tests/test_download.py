@@ -1,29 +1,47 @@
 """CIFAR-10 comes once to each machine, from a local web server that may be slow or fail, and is never half-used."""
 
+import hashlib
+import json
+import pickle
 import shutil
 import socket
 import sys
+import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torchvision.transforms as T
+from helpers import accuracy, error_lines, free_port, run, run_machines
 from torchvision.datasets import CIFAR10
 
 import eval
 from eval import UserError, build_model, fetch_data, load_data
-from helpers import ROOT, accuracy, error_lines, free_port, run, run_machines, write_cifar10
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> SimpleNamespace:
-    """A folder with data in CIFAR-10's format, and the attributes of torchvision's CIFAR10 that fit it."""
-    folder = tmp_path_factory.mktemp("tiny")
-    return SimpleNamespace(folder=folder, attributes=write_cifar10(folder))
+def write_cifar10(folder: Path) -> dict:
+    """Write random images in CIFAR-10's layout, 10 a file, as a folder and as an archive of it.
+
+    Returns the attributes that let torchvision's CIFAR10 take them for the real files.
+    """
+    rng = np.random.default_rng(0)
+    base, archive, meta = folder / CIFAR10.base_folder, folder / CIFAR10.filename, CIFAR10.meta["filename"]
+    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
+    base.mkdir()
+    (base / meta).write_bytes(pickle.dumps({"label_names": [f"class {index}" for index in range(10)]}))
+    for name in names:
+        content = {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": rng.permutation(10).tolist()}
+        (base / name).write_bytes(pickle.dumps(content))
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(base, CIFAR10.base_folder)
+    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in (archive, *base.iterdir())}
+    *train_list, test_batch = ([name, md5[name]] for name in names)
+    meta_entry = {**CIFAR10.meta, "md5": md5[meta]}
+    return {"tgz_md5": md5[archive.name], "train_list": train_list, "test_list": [test_batch], "meta": meta_entry}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -47,17 +65,20 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tiny):
-    """Serves the archive, and counts how often.
+def server(tmp_path_factory):
+    """Serves the archive of a folder with both, and counts how often.
 
     seconds: how long it takes over it
     failure: None, "404", "cut" (closes the connection in the middle of the archive), "stop" (sends nothing more from
         there on, for 20 s), or "silent" (sends nothing at all, for 20 s)
+    attributes: of CIFAR10, so that it is downloaded from here
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.archive = (tiny.folder / CIFAR10.filename).read_bytes()
-        server.seconds, server.failure, server.downloads = 0.0, None, 0
+        server.folder = tmp_path_factory.mktemp("served")
         server.url = f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}"
+        server.attributes = {"url": server.url, **write_cifar10(server.folder)}
+        server.archive = (server.folder / CIFAR10.filename).read_bytes()
+        server.seconds, server.failure, server.downloads = 0.0, None, 0
         server.closing = threading.Event()
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
@@ -66,9 +87,9 @@ def server(tiny):
 
 
 @pytest.fixture
-def data(server, tiny, tmp_path, monkeypatch):
+def data(server, tmp_path, monkeypatch):
     """The folder for $DATA, which is not there yet, and to which this process gets CIFAR10 from the server."""
-    for name, value in {"url": server.url, **tiny.attributes}.items():
+    for name, value in server.attributes.items():
         monkeypatch.setattr(CIFAR10, name, value)
     monkeypatch.setenv("DATA", str(tmp_path / "data"))
     yield tmp_path / "data"
@@ -96,9 +117,9 @@ def failure() -> str:
 
 # ----------------------------------------------------------------------------------------------------- in this process
 
-def test_archive_or_data_in_place_needs_no_request(server, data, tiny):
+def test_archive_or_data_in_place_needs_no_request(server, data):
     data.mkdir()
-    shutil.copy(tiny.folder / CIFAR10.filename, data)
+    shutil.copy(server.folder / CIFAR10.filename, data)
     fetch_data()
     assert_usable(data)
     (data / CIFAR10.filename).unlink()
@@ -129,12 +150,12 @@ def test_download_says_what_it_does_before_it_connects(data, monkeypatch, capsys
     assert "100%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["404", "cut", "stop", "silent"])
-def test_download_that_fails(server, data, monkeypatch, kind):
+@pytest.mark.parametrize("kind, reason, half", [
+    ("404", "404", False), ("cut", "", True), ("stop", "timed out", True), ("silent", "timed out", False),
+])  # fmt: skip
+def test_download_that_fails(server, data, monkeypatch, kind, reason, half):
     monkeypatch.setattr(eval, "DOWNLOAD_TIMEOUT", 0.5)
     server.failure = kind
-    reason = {"404": "404", "cut": "", "stop": "timed out", "silent": "timed out"}[kind]
-    half = kind in ("cut", "stop")
     problem = f"{data / CIFAR10.filename} is incomplete or damaged" if half else f"no {CIFAR10.base_folder} in {data}"
     for _ in range(2):  # the second time, what is left of the first is in the way
         line = failure()
@@ -161,9 +182,9 @@ def test_damaged_file(server, data, damage):
     assert str(batch) in line and damage in line
 
 
-def test_data_is_the_folder_itself(server, data, tiny, monkeypatch):
-    monkeypatch.setenv("DATA", str(tiny.folder / CIFAR10.base_folder))
-    assert f"$DATA must be the folder that holds {CIFAR10.base_folder}: DATA={tiny.folder}" in failure()
+def test_data_is_the_folder_itself(server, data, monkeypatch):
+    monkeypatch.setenv("DATA", str(server.folder / CIFAR10.base_folder))
+    assert f"$DATA must be the folder that holds {CIFAR10.base_folder}: DATA={server.folder}" in failure()
     assert server.downloads == 0
 
 
@@ -182,43 +203,33 @@ def test_eval_downloads_to_the_home_folder(data, tmp_path, monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------- several processes
 
 TRAIN = ("--batch_size", 5, "--num_epochs", 1, "--interval", 0)
-SCRIPT = """
-import datetime, runpy
-import torch.distributed as dist
-from torchvision.datasets import CIFAR10
-for name, value in {attributes!r}.items():
-    setattr(CIFAR10, name, value)
-dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=8)
-runpy.run_path({train!r}, run_name="__main__")
-"""
 
 
 @pytest.fixture
-def script(server, tiny, tmp_path) -> Path:
-    """A script that runs train.py where CIFAR10 comes from the server, and no collective may take eight seconds."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(attributes={"url": server.url, **tiny.attributes}, train=str(ROOT / "train.py")))
-    return path
+def planted(server, tmp_path) -> list[str]:
+    """Lets train.py download from the server, and no collective take eight seconds."""
+    (tmp_path / "attributes").write_text(json.dumps(server.attributes))
+    return [f"cifar10={tmp_path / 'attributes'}", "collective_timeout=8"]
 
 
-def test_other_processes_wait_longer_than_a_collective_may_take(server, script, tmp_path):
+def test_other_processes_wait_longer_than_a_collective_may_take(server, planted, tmp_path):
     server.seconds = 11
-    result = run(2, *TRAIN, script=script, env={"DATA": tmp_path / "data"}, cwd=tmp_path)
+    result = run(2, *TRAIN, planted=planted, env={"DATA": tmp_path / "data"}, cwd=tmp_path)
     assert result.returncodes == [0, 0], result.output
     assert server.downloads == 1
 
 
-def test_each_machine_downloads_once(server, script, tmp_path):
+def test_each_machine_downloads_once(server, planted, tmp_path):
     envs = [{"DATA": tmp_path / name} for name in ("data_0", "data_1")]
-    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", script=script, cwd=tmp_path)
+    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", planted=planted, cwd=tmp_path)
     assert [result.returncode for result in results] == [0, 0], results
     assert server.downloads == 2
 
 
-def test_failed_download_ends_other_machines_with_the_same_line(server, script, tiny, tmp_path):
+def test_failed_download_ends_other_machines_with_the_same_line(server, planted, tmp_path):
     server.failure = "cut"
-    envs = [{"DATA": tiny.folder}, {"DATA": tmp_path / "data"}]
-    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", script=script, cwd=tmp_path)
+    envs = [{"DATA": server.folder}, {"DATA": tmp_path / "data"}]
+    results = run_machines([TRAIN, TRAIN], envs, launcher="fork", planted=planted, cwd=tmp_path)
     assert [result.returncode for result in results] == [2, 2], results
     for result in results:
         [line] = error_lines(result.output)

@@ -41,9 +41,7 @@ def folder(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "nproc, plugin", [*((nproc, "torch_ddp") for nproc in (1, 2, 3, 4)), *((2, plugin) for plugin in PLUGINS[1:])]
-)
+@pytest.mark.parametrize("nproc, plugin", [(1, "torch_ddp"), (3, "torch_ddp"), *((2, plugin) for plugin in PLUGINS)])
 def test_resumed_run_is_the_uninterrupted_one(runs, nproc, plugin):
     resumed = runs(nproc, plugin)
     assert not resumed.different
@@ -91,17 +89,7 @@ def test_loading_changes_no_weight(runs):
 
 
 def test_resume_on_fewer_processes(runs, folder):
-    copy_epoch(2, runs(2, "torch_ddp").folder, folder)
-    output = train(1, "torch_ddp", folder, "-n", 3, "-r", 2)
-    assert re.search(r"^Learning rate scaled.*\b0\.002\b.*\b0\.001\b", output, re.MULTILINE), output
-    assert re.search(r"^Epoch \[3/3\] .*learning rate 0\.001, ", output, re.MULTILINE), output
-    group = read(folder / "optimizer_3.pth")["param_groups"][0]
-    assert (group["lr"], group["initial_lr"]) == (0.001, 0.001)
-    assert read(folder / "lr_scheduler_3.pth")["base_lrs"] == [0.001]
-
-
-def test_scaled_learning_rate_keeps_its_decay(runs, folder):
-    """Halved processes after a milestone: what the milestone has divided stays divided."""
+    """Halved processes after a milestone: the learning rate is halved, and what the milestone has divided stays so."""
     whole = runs(2, "torch_ddp").folder
     copy_epoch(2, whole, folder, parts=["model"])
     optimizer, scheduler = (read(whole / f"{part}_2.pth") for part in ("optimizer", "lr_scheduler"))
@@ -111,9 +99,12 @@ def test_scaled_learning_rate_keeps_its_decay(runs, folder):
     scheduler.update(last_epoch=20, _step_count=21, _last_lr=[0.002 / 3])
     torch.save(scheduler, folder / "lr_scheduler_20.pth")
     output = train(1, "torch_ddp", folder, "-n", 21, "-r", 20)
+    assert re.search(r"^Learning rate scaled.*\b0\.002\b.*\b0\.001\b", output, re.MULTILINE), output
     printed = float(re.search(r"Epoch \[21/21\] .*learning rate ([\d.e-]+),", output)[1])
     assert printed == pytest.approx(0.001 / 3, rel=1e-4)
-    assert read(folder / "optimizer_21.pth")["param_groups"][0]["lr"] == pytest.approx(0.001 / 3)
+    group = read(folder / "optimizer_21.pth")["param_groups"][0]
+    assert (group["lr"], group["initial_lr"]) == (pytest.approx(0.001 / 3), 0.001)
+    assert read(folder / "lr_scheduler_21.pth")["base_lrs"] == [0.001]
 
 
 def test_checkpoint_of_the_reference_example(runs, folder):
@@ -136,24 +127,3 @@ def test_unfinished_save_is_ignored_and_replaced(runs, folder):
     assert "Resuming after epoch 2" in train(2, "torch_ddp", folder, "-n", 3, "-r", "latest")
     assert not files_that_differ(3, whole, folder)
     assert not list(folder.glob(".*"))
-
-
-@pytest.mark.parametrize("args, later", [(["-n", 1], "epochs 1, 3"), (["-n", 2, "-r", 1], "epochs 3")])
-def test_start_before_later_epochs_says_so(runs, folder, args, later):
-    copy_epoch(1, runs(2, "torch_ddp").folder, folder)
-    copy_epoch(3, runs(2, "torch_ddp").folder, folder)
-    lines = train(2, "torch_ddp", folder, *args).splitlines()
-    assert lines.count(f"{folder} holds later {later}: -r latest would resume from 3") == 1
-
-
-def test_eval_only_reads_the_folder(runs, folder):
-    """Even what an interrupted save has left stays as it is. The times tell if anything was made, moved or removed."""
-    copy_epoch(3, runs(2, "torch_ddp").folder, folder)
-    for name in ("optimizer_4.pth", ".model_4.pth"):
-        (folder / name).touch()
-    folder.chmod(0o555)
-    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
-    evaluated = run(1, "-c", folder, "-e", "latest", "--synthetic", script="eval.py")
-    assert evaluated.returncode == 0 and "Accuracy" in evaluated.output
-    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
-    folder.chmod(0o755)

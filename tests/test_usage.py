@@ -1,48 +1,46 @@
 """Bad input: one line that says what is wrong and what to do, printed once, exit code 2, and nothing touched."""
 
-import itertools
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from helpers import error_lines, run
 from torch.optim.lr_scheduler import MultiStepLR
 from torchvision.models import resnet18, resnet34
 
 import eval
 import train
 from eval import UserError, build_model, saved_epochs
-from helpers import accuracy, error_lines, run
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with the checkpoint of epoch 2, as torch_ddp leaves it."""
+    """A folder with the checkpoints of epochs 2 and 4, as torch_ddp leaves them, and an old loss scale."""
     folder = tmp_path_factory.mktemp("saved")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
     scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-    for _ in range(2):
+    for epoch in range(1, 5):
         model(torch.rand(2, 3, 32, 32)).sum().backward()
         optimizer.step()
         scheduler.step()
-    for part, source in zip(train.PARTS, (model, optimizer, scheduler)):
-        torch.save(source.state_dict(), folder / f"{part}_2.pth")
+        if epoch % 2 == 0:
+            for part, source in zip(train.PARTS, (model, optimizer, scheduler)):
+                torch.save(source.state_dict(), folder / f"{part}_{epoch}.pth")
+    torch.save({"scale": 32.0}, folder / f"{train.SCALER}_4.pth")
     return folder
 
 
 @pytest.fixture
 def checkpoint(saved, tmp_path) -> Path:
-    """A folder with whole checkpoints of epochs 2 and 4 whose files a test may replace or remove."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for part, epoch in itertools.product(train.PARTS, (2, 4)):
-        (folder / f"{part}_{epoch}.pth").symlink_to(saved / f"{part}_2.pth")
-    change(folder / "lr_scheduler_4.pth", lambda state: {**state, "last_epoch": 4})
-    return folder
+    """A folder with these checkpoints, whose files a test may replace or remove."""
+    return shutil.copytree(saved, tmp_path / "checkpoint", copy_function=os.symlink)
 
 
 def replace(path: Path, content: object) -> None:
@@ -57,8 +55,15 @@ def change(path: Path, how) -> None:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
+def job(tmp_path, monkeypatch) -> None:
+    """A job of one process, without a GPU, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
+    monkeypatch.setattr(train, "gather", lambda value: [value])
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
+
+
+MASTER = SimpleNamespace(is_master=lambda: True)
 
 
 def listing() -> list:
@@ -67,7 +72,7 @@ def listing() -> list:
 
 
 def start(*args) -> int:
-    """What train.py does with its arguments, alone and before it writes anything. Returns the epoch to resume from."""
+    """What train.py does with its arguments before it writes anything. Returns the epoch to resume from."""
     parsed = train.get_args_parser().parse_args([str(arg) for arg in args])
     train.check_environment()
     train.check_args(parsed)
@@ -76,8 +81,7 @@ def start(*args) -> int:
 
 def evaluate(*args) -> None:
     """Run eval.py in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+    with mock.patch.object(sys, "argv", ["eval.py", *map(str, args)]):
         eval.main()
 
 
@@ -94,35 +98,22 @@ def refusal(function, *args) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- arguments
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--interval", -1], "--interval must be 0 or more"),
-        (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
-        (["--num_epochs", 0], "--num_epochs must be 1 or more"),
-        (["--batch_size", 1], "--batch_size must be 2 or more"),
-        (["--lr", 0], "--lr must be a number above 0"),
-        (["--lr", "nan"], "--lr must be a number above 0"),
-        (["--seed", -1], "--seed must be in 0"),
-        (["--resume", 0], "--resume takes an epoch from 1 on"),
-        (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
-        (["--plugin", "ddp"], "invalid choice: 'ddp'"),
-        (["--epochs", 3], "unrecognized arguments: --epochs 3"),
-    ],
-)
+@pytest.mark.parametrize("args, message", [
+    (["--interval", -1], "--interval must be 0 or more"),
+    (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
+    (["--batch_size", 1], "--batch_size must be 2 or more"),
+    (["--lr", 0], "--lr must be a number above 0"),
+    (["--lr", "nan"], "--lr must be a number above 0"),
+    (["--seed", -1], "--seed must be in 0"),
+    (["--resume", 0], "--resume takes an epoch from 1 on"),
+    (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
+    (["--plugin", "ddp"], "invalid choice: 'ddp'"),
+    (["-p", "torch_ddp_fp16"], "-p torch_ddp_fp16 runs on CUDA and NPU only; use -p torch_ddp here"),
+    (["-p", "low_level_zero"], "-p low_level_zero runs on CUDA and NPU only; use -p torch_ddp here"),
+    (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp here"),
+])  # fmt: skip
 def test_wrong_argument(args, message):
     assert message in refusal(start, *args)
-
-
-@pytest.mark.parametrize("args", [[], ["--interval", 0], ["--target_acc", 0], ["--target_acc", 1], ["-r", "latest"]])
-def test_right_arguments(args):
-    assert start(*args) == 0
-    assert listing() == []
-
-
-def test_wrong_argument_of_eval():
-    assert "unrecognized arguments: -p gemini" in refusal(evaluate, "-p", "gemini")
-    assert "'newest' is neither an epoch number nor 'latest'" in refusal(evaluate, "-e", "newest")
 
 
 @pytest.mark.parametrize("main, option", [(train.main, "--resume"), (eval.main, "--epoch")])
@@ -132,13 +123,6 @@ def test_help_needs_no_launcher(main, option, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         main()
     assert option in capsys.readouterr().out
-
-
-def test_plugin_that_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
-    for plugin in ("torch_ddp_fp16", "low_level_zero", "gemini"):
-        line = refusal(start, "-p", plugin)
-        assert f"-p {plugin} runs on CUDA and NPU only" in line and "use -p torch_ddp" in line
 
 
 def test_path_in_the_home_folder(monkeypatch, tmp_path):
@@ -152,36 +136,36 @@ def test_path_in_the_home_folder(monkeypatch, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- environment
 
+START = "start with torchrun or colossalai run; under Slurm with srun torchrun"
 LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    "variables, message",
-    [
-        ({**LAUNCHED, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
-        ({"LOCAL_RANK": "0"}, "RANK is ''"),
-        ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
-        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
-    ],
-)
-def test_part_of_a_launcher_environment(monkeypatch, variables, message):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    line = refusal(start)
-    assert message in line and "start with torchrun or colossalai run; under Slurm with srun torchrun" in line
+@pytest.mark.parametrize("variables, message", [
+    ({**LAUNCHED, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+    ({"LOCAL_RANK": "0"}, "RANK is ''"),
+    ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
+    ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+])  # fmt: skip
+def test_part_of_a_launcher_environment(variables, message):
+    with mock.patch.dict(os.environ, variables):
+        line = refusal(start)
+    assert message in line and START in line
 
 
-def test_environments_of_slurm_that_are_right(monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "2")  # alone in an interactive allocation
-    assert start() == 0
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert start() == 0
-    for name, value in {"SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}.items():  # srun torchrun
-        monkeypatch.setenv(name, value)
-    assert start() == 0
+@pytest.mark.parametrize("variables, args", [
+    ({}, ["--interval", 0, "--target_acc", 0, "-r", "latest"]),
+    ({}, ["--target_acc", 1]),
+    ({"SLURM_NTASKS": "2"}, []),  # alone in an interactive allocation
+    ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, []),
+    ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}, []),  # srun torchrun
+])  # fmt: skip
+def test_start_that_is_right(variables, args):
+    with mock.patch.dict(os.environ, variables):
+        assert start(*args) == 0
+    assert listing() == []
 
 
 def test_torch_that_cannot_read_what_it_writes(monkeypatch):
@@ -198,42 +182,34 @@ def test_more_processes_than_gpus(monkeypatch):
     assert start() == 0
 
 
-def test_batch_larger_than_a_share(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for args, share in ([], 25000), (["--synthetic"], 2000):
-        args = train.get_args_parser().parse_args([*args, "--batch_size", str(share)])
-        train.check_args(args)
-        args.batch_size += 1
-        assert f"--batch_size must be {share} or less, a process's share" in refusal(train.check_args, args)
+@pytest.mark.parametrize("args, share", [([], 25000), (["--synthetic"], 2000)])
+def test_batch_larger_than_a_share(args, share):
+    with mock.patch.dict(os.environ, LAUNCHED):
+        assert start(*args, "--batch_size", share) == 0
+        line = refusal(start, *args, "--batch_size", share + 1)
+    assert f"--batch_size must be {share} or less, a process's share" in line
 
 
-@pytest.fixture
-def alone(monkeypatch) -> SimpleNamespace:
-    """The coordinator of the only process of a job."""
-    monkeypatch.setattr(train, "gather", lambda value: [value])
-    return SimpleNamespace(is_master=lambda: True)
-
-
-def test_tensorboard_that_cannot_be_written(alone, monkeypatch, tmp_path):
+def test_tensorboard_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
-    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, alone)
+    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, MASTER)
     package = SimpleNamespace(SummaryWriter=lambda folder, purge_step: os.makedirs(folder, exist_ok=True))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, alone)
+    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, MASTER)
 
 
 # ---------------------------------------------------------------------------------------------------------- the folder
 
-def test_checkpoint_folder_that_cannot_be_written(alone, tmp_path):
+def test_checkpoint_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", Path("/proc/checkpoint")):
         args = train.get_args_parser().parse_args(["-c", str(path)])
-        line = refusal(train.agree_on_start, args, alone)
+        line = refusal(train.agree_on_start, args, MASTER)
         assert line.startswith("the checkpoint folder (-c): ") and str(path) in line
         args.interval = 0  # nothing will be written
-        assert train.agree_on_start(args, alone) == 0
+        assert train.agree_on_start(args, MASTER) == 0
 
 
 def test_what_is_no_checkpoint_is_not_counted(checkpoint):
@@ -273,28 +249,25 @@ def test_resume_beyond_num_epochs(checkpoint):
         assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
 
 
+@pytest.mark.parametrize("epoch, later", [("-1", "epochs 2, 4"), ("2", "epochs 4")])
+def test_start_before_later_epochs_says_so(checkpoint, capsys, epoch, later):
+    args = train.get_args_parser().parse_args(["-c", str(checkpoint), "-r", epoch, "-i", "0"])
+    train.agree_on_start(args, MASTER)
+    assert capsys.readouterr().out == f"{checkpoint} holds later {later}: -r latest would resume from 4\n"
+
+
+def test_eval_only_reads_the_folder(checkpoint):
+    """Even what an interrupted save has left stays as it is."""
+    for name in ("optimizer_5.pth", ".model_5.pth"):
+        (checkpoint / name).touch()
+    checkpoint.chmod(0o555)
+    before = listing()
+    evaluate("-c", checkpoint, "-e", "latest", "--synthetic")
+    assert listing() == before
+    checkpoint.chmod(0o755)
+
+
 # ----------------------------------------------------------------------------------------------------------- the files
-
-@pytest.mark.parametrize("part", train.PARTS)
-def test_truncated_file(checkpoint, part):
-    path = checkpoint / f"{part}_4.pth"
-    content = path.read_bytes()
-    replace(path, content[: int(0.99 * len(content))])
-    lines = [refusal(start, "-c", checkpoint, "-r", "latest")]
-    if part == "model":
-        lines.append(refusal(evaluate, "-c", checkpoint, "-e", "latest", "--synthetic"))
-    for line in lines:
-        assert f"{path} cannot be read: it is truncated, or not a checkpoint" in line
-        assert "PytorchStreamReader failed" in line, "torch's own reason"
-        assert line.endswith("Others in that folder: epochs 2")
-
-
-@pytest.mark.parametrize("part", train.PARTS)
-@pytest.mark.parametrize("content", [b"Not a checkpoint.\n", [1, 2, 3], {"a": 1}], ids=["text", "list", "dict"])
-def test_foreign_file(checkpoint, part, content):
-    replace(checkpoint / f"{part}_4.pth", content)
-    assert str(checkpoint / f"{part}_4.pth") in refusal(start, "-c", checkpoint, "-r", 4)
-
 
 class Trap:
     """Unpickling it creates a folder."""
@@ -304,12 +277,22 @@ class Trap:
 
 
 @pytest.mark.parametrize("part", [*train.PARTS, train.SCALER])
-def test_code_in_a_file_is_not_run(checkpoint, part):
+@pytest.mark.parametrize("spoil, reason", [
+    (lambda content: content[: int(0.99 * len(content))], "PytorchStreamReader failed"),
+    (lambda content: b"Not a checkpoint.\n", ""),
+    (lambda content: [1, 2, 3], "it holds a list"),
+    (lambda content: {"state": Trap()}, ""),
+    (lambda content: pickle.dumps({"state": Trap()}, protocol=2), ""),
+], ids=["truncated", "text", "list", "code", "code in an old format"])  # fmt: skip
+def test_file_that_cannot_be_read(checkpoint, part, spoil, reason):
     path = checkpoint / f"{part}_4.pth"
-    check = (train.load_scaler, object(), path) if part == train.SCALER else (start, "-c", checkpoint, "-r", 4)
-    for trap in ({"state": Trap()}, pickle.dumps({"state": Trap()}, protocol=2)):
-        replace(path, trap)
-        assert f"{path} cannot be read" in refusal(*check)
+    replace(path, spoil(path.read_bytes()))
+    read = (train.load_scaler, object(), path) if part == train.SCALER else (start, "-c", checkpoint, "-r", "latest")
+    line = refusal(*read)
+    assert f"{path} cannot be read: it is truncated, or not a checkpoint of this example ({reason}" in line
+    assert line.endswith("Others in that folder: epochs 2")
+    if part == "model":
+        assert line == refusal(evaluate, "-c", checkpoint, "-e", "latest", "--synthetic")
 
 
 def with_first(convert):
@@ -317,23 +300,20 @@ def with_first(convert):
     return lambda state: {**state, "conv1.weight": convert(state["conv1.weight"])}
 
 
-@pytest.mark.parametrize(
-    "how, problem",
-    [
-        (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
-        (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
-        (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
-        (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
-        (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
-        (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
-        (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
-        (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
-        (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
-        (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
-        (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
-        (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
-    ],
-)
+@pytest.mark.parametrize("how, problem", [
+    (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
+    (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
+    (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
+    (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
+    (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
+    (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
+    (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
+    (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
+    (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
+    (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
+    (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
+    (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
+])  # fmt: skip
 def test_model_file_that_does_not_fit(checkpoint, how, problem):
     path = checkpoint / "model_4.pth"
     change(path, how)
@@ -347,47 +327,37 @@ def with_state(index: int, **values):
     return lambda content: {**content, "state": {**content["state"], index: {**content["state"][index], **values}}}
 
 
-@pytest.mark.parametrize(
-    "how, problem",
-    [
-        (lambda content: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
-        (lambda content: content["state"].pop(61) and content, "does not hold Adam's state of all 62 parameters"),
-        (with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
-        (with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
-        (with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
-    ],
-)
-def test_optimizer_file_that_does_not_fit(checkpoint, how, problem):
-    path = checkpoint / "optimizer_4.pth"
+@pytest.mark.parametrize("part, how, problem", [
+    ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
+    ("optimizer", lambda _: {"a": 1}, "does not hold Adam's state"),
+    ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
+    ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
+    ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
+    ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
+    ("lr_scheduler", lambda _: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "base_lrs": []}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "base_lrs": [0.0]}, "is not the MultiStepLR state of epoch 4"),
+    ("lr_scheduler", lambda state: {**state, "last_epoch": 2}, "is not the MultiStepLR state of epoch 4"),
+])  # fmt: skip
+def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
+    path = checkpoint / f"{part}_4.pth"
     change(path, how)
     line = refusal(start, "-c", checkpoint, "-r", 4)
-    assert line.startswith(str(path)) and problem in line
-
-
-@pytest.mark.parametrize("values", [{"base_lrs": []}, {"base_lrs": [0.0]}, {"last_epoch": 2}])
-def test_scheduler_file_that_does_not_fit(checkpoint, values):
-    path = checkpoint / "lr_scheduler_4.pth"
-    change(path, lambda state: {**state, **values})
-    assert f"{path} is not the MultiStepLR state of epoch 4" in refusal(start, "-c", checkpoint, "-r", 4)
-
-
-def test_half_precision_weights_are_read(checkpoint, capsys):
-    change(checkpoint / "model_4.pth", lambda state: build_model().half().state_dict())
-    before = listing()
-    assert start("-c", checkpoint, "-r", 4) == 4
-    evaluate("-c", checkpoint, "-e", "latest", "--synthetic")
-    assert 0 <= accuracy(capsys.readouterr().out) <= 100
-    assert listing() == before
+    assert line.startswith(f"{path} ") and problem in line
 
 
 # -------------------------------------------------------------------------------------------------- the real processes
 
-def test_refusal_without_a_launcher():
-    result = run(1, launcher="python", env={**LAUNCHED, "LOCAL_RANK": ""}, cwd=Path.cwd())
-    assert result.returncodes == [2]
-    [line] = error_lines(result.output)
-    assert "LOCAL_RANK is ''" in line and result.output.splitlines()[-1] == line
-    assert "Traceback" not in result.output
+@pytest.mark.parametrize("script, args, env, message", [
+    ("train.py", ["-n", 0], {}, "--num_epochs must be 1 or more"),
+    ("train.py", [], {"MASTER_ADDR": ""}, f"MASTER_ADDR is '', so the launcher's environment is incomplete: {START}"),
+    ("eval.py", ["-p", "gemini"], {}, "unrecognized arguments: -p gemini"),
+    ("eval.py", ["-e", "newest"], {}, "argument -e/--epoch: 'newest' is neither an epoch number nor 'latest'"),
+    ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Saved in that folder (-c): none"),
+])  # fmt: skip
+def test_refusal_is_one_line_and_exit_code_2(script, args, env, message):
+    result = run(1, *args, script=script, env=env, cwd=Path.cwd())
+    assert (result.returncodes, result.output) == ([2], f"{script}: error: {message}\n")
     assert listing() == []
 
 
@@ -396,15 +366,3 @@ def test_refusal_is_printed_once_for_all_processes():
     assert result.returncodes != [0]  # torchrun's own code is 1 whenever a process fails
     assert error_lines(result.output) == ["train.py: error: unrecognized arguments: --nonsense 1"]
     assert "exitcode  : 2" in result.output and "usage:" not in result.output
-
-
-def test_refusal_of_eval():
-    result = run(1, "-c", "none", "-e", 7, script="eval.py", cwd=Path.cwd())
-    assert result.returncodes == [2]
-    assert result.output == "eval.py: error: none/model_7.pth is missing or empty. Saved in that folder (-c): none\n"
-
-
-def test_output_of_eval_that_cannot_be_written(checkpoint):
-    result = run(1, "-c", checkpoint, "-e", 4, "--synthetic", script="eval.py", stdout="/dev/full")
-    assert result.returncodes == [2]
-    assert result.output == "eval.py: error: standard output cannot be written: No space left on device\n"
