@@ -48,8 +48,6 @@ TRANSFORM = transforms.Compose(
 )
 
 
-# ---------------------------------------------------------------------------------------------------- the three paths
-
 def as_stock(stock: bool) -> None:
     """Undo, or restore, what train.py sets for the whole process."""
     torch.backends.cudnn.deterministic = not stock
@@ -141,8 +139,6 @@ class Limit:
             self.graph.replay()
 
 
-# ---------------------------------------------------------------------------------------------------------- measuring
-
 def time_segment(path: Stock | Ours | Limit, epoch: int, steps: int) -> float:
     synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
     synchronize()
@@ -168,8 +164,6 @@ def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
         train.report(epoch, args.num_epochs, values, None)
     print_on_master(accuracy_line(correct, len(test_labels)))
 
-
-# ------------------------------------------------------------------------------------------------------------- report
 
 def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure train.py against the stock way to write it.")

@@ -44,8 +44,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# -------------------------------------------------------------------------------------------------- starting a script
-
 @dataclass
 class Result:
     returncodes: list[int]  # of each rank, or of the launcher alone; -9 of one that was killed

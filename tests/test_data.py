@@ -51,8 +51,6 @@ def share_of_equal(draws: torch.Tensor, others: torch.Tensor) -> float:
     return (draws == others).all(1).float().mean().item()
 
 
-# ------------------------------------------------------------------------------------------------------- augmentation
-
 def test_flip_and_crop_equals_torchvision_for_every_draw():
     draws = list(itertools.product((False, True), range(9), range(9)))  # flip, top, left: the corners are among them
     images, expected = random_images(len(draws)), []
@@ -83,8 +81,6 @@ def test_to_float_equals_to_tensor():
     expected = TF.to_tensor(images[0].permute(1, 2, 0).numpy())
     assert torch.equal(to_float(images)[0], expected)
 
-
-# ------------------------------------------------------------------------------- order and draws, as training has them
 
 def prepare(seed=42, share=0, shares=1) -> train.TrainingData:
     """The data as process number `share` of `shares` has it, in batches of 60."""
@@ -148,8 +144,6 @@ def test_images_that_do_not_fit_on_the_gpu_stay_on_the_host(monkeypatch, capsys)
     assert prepare().images.device.type == "cpu"
     assert "do not fit on the GPU" in capsys.readouterr().out
 
-
-# ------------------------------------------------------------------------------------- the synthetic set, and counting
 
 def test_synthetic_data():
     seen = set()

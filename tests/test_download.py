@@ -115,8 +115,6 @@ def failure() -> str:
     return line
 
 
-# ----------------------------------------------------------------------------------------------------- in this process
-
 def test_archive_or_data_in_place_needs_no_request(server, data):
     data.mkdir()
     shutil.copy(server.folder / CIFAR10.filename, data)
@@ -199,8 +197,6 @@ def test_eval_downloads_to_the_home_folder(data, tmp_path, monkeypatch, capsys):
     assert_usable(tmp_path / "home" / "cifar")
     assert not Path("~").exists()
 
-
-# --------------------------------------------------------------------------------------------------- several processes
 
 TRAIN = ("--batch_size", 5, "--num_epochs", 1, "--interval", 0)
 
