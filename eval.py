@@ -273,8 +273,9 @@ def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, devi
     return int(correct)
 
 
-def accuracy_line(correct: int, total: int) -> str:
-    return f"Accuracy of the model on the test images: {100 * correct / total:.2f} %"
+def accuracy_line(accuracy: float) -> str:
+    """The line that both scripts end with. `accuracy` is in 0..1."""
+    return f"Accuracy of the model on the test images: {100 * accuracy:.2f} %"
 
 
 # --------------------------------------------------------------------------------------------------------- the script
@@ -307,7 +308,7 @@ def main() -> None:
         fetch_data()
     images, labels = load_data(train=False, synthetic=args.synthetic)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print_line(accuracy_line(count_correct(state, images, labels, device), len(labels)))
+    print_line(accuracy_line(count_correct(state, images, labels, device) / len(labels)))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ Two GPUs, with a plugin of your choice, resuming from the newest checkpoint if t
 Two machines with eight GPUs each (the same command on both, except for --node_rank):
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /nfs/ckpt
 
-To learn the Booster, read up to `main`, the overview. What follows it can be skipped: what keeps runs safe, and the
-workarounds that make ColossalAI 0.5.0 bit-exact on resume, and fast.
+To learn the Booster, read through `main`, the overview. What follows it can be skipped: what keeps runs safe, and the
+workarounds that make ColossalAI 0.5.0 fast, and bit-exact on resume.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
-warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, on streams in a graph's capture
+warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, about streams during graph capture
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
@@ -80,7 +80,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--num_epochs", type=int, default=80, help="total epochs (80)")
     parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate per process, see README (1e-3)")
-    parser.add_argument("--seed", type=int, default=42, help="of weights, order and augmentation (42)")
+    parser.add_argument("--seed", type=int, default=42, help="for weights, order and augmentation (42)")
     parser.add_argument("--synthetic", action="store_true", help="a small generated set instead of CIFAR-10")
     parser.add_argument("--tensorboard", type=expand_path, metavar="DIR", help="also log there for TensorBoard")
     return parser
@@ -116,8 +116,8 @@ def launch(seed: int) -> DistCoordinator:
         os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(get_free_port()))))
     try:
         colossalai.launch_from_torch(seed=seed, verbose=False)
-        dist.all_reduce(torch.zeros((), device=get_current_device()))  # connects NCCL now, not in the first step,
-        agreement_group()  # and gloo
+        dist.all_reduce(torch.zeros((), device=get_current_device()))  # connects now, not in the first step
+        agreement_group()
     except (OSError, RuntimeError, ValueError) as error:
         network = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         raise UserError(f"the processes cannot connect ({first_line(error)}): check {network}") from error
@@ -142,8 +142,8 @@ def gather(value: object) -> list:
 def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
     """Turn any process's OSError or RuntimeError in this block into the same UserError on all: "{task}: {reason}".
 
-    Every process must run the block, and none leaves it before all are done. An error of another type is a bug, which
-    ends the run with a traceback, unless `more_errors` has it.
+    Every process must run the block, and none leaves it before all are done. `more_errors` adds types to the two. Any
+    other error is a bug, which ends the run with a traceback.
     """
     failure = None
     try:
@@ -160,7 +160,7 @@ def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- data
 
 class TrainingData(NamedTuple):
-    """The training set, on the device if it fits there, and a loader that tells which images this process takes."""
+    """The training set, on the device if it fits there. Of the loader, only the sampler and the length are used."""
 
     images: Tensor  # uint8, (N, 3, 32, 32)
     labels: Tensor  # int64, (N,)
@@ -170,7 +170,7 @@ class TrainingData(NamedTuple):
 def prepare_data(args: argparse.Namespace, plugin: Plugin) -> TrainingData:
     images, labels = load_data(train=True, synthetic=args.synthetic)
     loader = plugin.prepare_dataloader(range(len(images)), args.batch_size, shuffle=True, drop_last=True)
-    loader.sampler.seed = derive_seed(args.seed)  # prepare_dataloader's seed reaches only workers
+    loader.sampler.seed = derive_seed(args.seed)  # prepare_dataloader does not pass its seed on to the sampler
     device = get_current_device()
     if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # an epoch's copy must fit as well
         device = "cpu"
@@ -189,7 +189,8 @@ def epoch_batches(data: TrainingData, epoch: int, seed: int, rank: int) -> list[
     index = torch.tensor(list(data.loader.sampler), device=data.images.device)
     images = augment(data.images[index], torch.Generator().manual_seed(derive_seed(seed, epoch, rank)))
     batch_size = data.loader.batch_size
-    return list(zip(images.split(batch_size), data.labels[index].split(batch_size)))[: len(data.loader)]
+    batches = list(zip(images.split(batch_size), data.labels[index].split(batch_size)))
+    return batches[: len(data.loader)]  # without an incomplete last one
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -207,7 +208,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Tensor:
     """Pad (N, 3, 32, 32) by 4, mirror where `flip` (N,), and crop 32 x 32 at `top`, `left` in 0..8 (each (N,))."""
     windows = nn.functional.pad(images, (4, 4, 4, 4)).unfold(2, 32, 1).unfold(3, 32, 1)  # (N, 3, 9, 9, 32, 32), a view
-    left = torch.where(flip, 8 - left, left)  # where the mirrored image's window is in the image itself
+    left = torch.where(flip, 8 - left, left)  # the crop is mirrored after it is cut, so its offset is, too
     crops = windows[torch.arange(len(images), device=images.device), :, top, left]
     return torch.where(flip[:, None, None, None], crops.flip(3), crops)
 
@@ -231,7 +232,7 @@ def build_booster(name: str) -> Booster:
     if name == "gemini":  # the same: it fits into one chunk
         return Booster(plugin=GeminiPlugin(initial_scale=2**5, enable_async_reduce=False))
     ddp_plugin = CpuDDPPlugin if get_accelerator().name == "cpu" else TorchDDPPlugin
-    # No broadcast: SyncBatchNorm keeps the buffers equal, and where there is none, average_buffers does
+    # No broadcast: SyncBatchNorm or, without a GPU, average_buffers keeps the buffers equal
     plugin = ddp_plugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Booster(plugin=plugin, mixed_precision="fp16" if name == "torch_ddp_fp16" else None)
 
@@ -258,7 +259,7 @@ def train_one_epoch(epoch: int, seed: int, data: TrainingData, boosted: Boosted,
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        loss_sum += loss.detach()  # on the device: this loop does not wait for it
+        loss_sum += loss.detach()  # on the device, so that no step waits for it
     average_buffers(model.unwrap())
     dist.all_reduce(loss_sum)
     steps, learning_rate = len(batches) * coordinator.world_size, optimizer.param_groups[0]["lr"]
@@ -267,19 +268,19 @@ def train_one_epoch(epoch: int, seed: int, data: TrainingData, boosted: Boosted,
     return {"loss": mean_loss, "learning_rate": learning_rate, "images_per_second": speed}
 
 
-def evaluate(boosted: Boosted, images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> int:
-    """How many of `images` the fp32 weights that a checkpoint holds classify right: what eval.py will find, too."""
+def evaluate(boosted: Boosted, images: Tensor, labels: Tensor, coordinator: DistCoordinator) -> float:
+    """The accuracy, in 0..1, of the fp32 weights that a checkpoint holds, so that eval.py finds the same."""
     share, device = slice(coordinator.rank, None, coordinator.world_size), get_current_device()
     with full_precision(boosted) as state:
         correct = torch.tensor(count_correct(state, images[share], labels[share], device), device=device)
     dist.all_reduce(correct)
-    return int(correct)
+    return int(correct) / len(labels)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 def find_checkpoint(args: argparse.Namespace) -> int:
-    """The epoch to resume from, 0 to start afresh; UserError for one whose files are missing, damaged or foreign."""
+    """The epoch to resume from, 0 to start afresh; UserError if its files are missing, damaged or of another model."""
     folder = args.checkpoint
     if args.resume == -1 or (args.resume == "latest" and not saved_epochs(folder, PARTS)):
         return 0
@@ -315,29 +316,31 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
             print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
         return
     booster, model, optimizer, _, lr_scheduler = boosted
-    folder, settings = args.checkpoint, dict(optimizer.param_groups[0])
+    folder, own_settings = args.checkpoint, dict(optimizer.param_groups[0])
     with full_precision(boosted):
         booster.load_model(model, f"{folder}/model_{epoch}.pth")
     load_optimizer(boosted, folder / f"optimizer_{epoch}.pth")
     booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
     load_scaler(find_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth")
     print_on_master(f"Resuming after epoch {epoch}, from {folder}")
-    adapt_settings(optimizer, settings, lr_scheduler, args.lr * coordinator.world_size)
+    restore_settings(optimizer, own_settings, lr_scheduler, args.lr * coordinator.world_size)
 
 
 def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
     """Save all parts of a checkpoint. It exists as soon as its model file does, which gets its name last.
 
     Every process must call save_optimizer and save_model, since some plugins gather in them; the master alone writes.
+    Each of these calls is agreed on before the next, or a write that fails would leave the other processes waiting.
     """
     booster, model, optimizer, _, lr_scheduler = boosted
     model_file, *others = (folder / f"{part}_{epoch}.pth" for part in (*PARTS, SCALER))
     unfinished, is_master = folder / f".model_{epoch}.pth", coordinator.is_master()
     with full_precision(boosted) as state:
+        with agreement("the weights"):
+            check_finite(folder, epoch, *state.values(), *adam_state(optimizer))
         with saving(folder, epoch):
-            check_finite(folder, epoch, *state.values(), *moments(optimizer))
             if is_master:
-                remove_checkpoint(folder, epoch)  # the files of two runs must not mix
+                remove_checkpoint(folder, epoch)  # never mix the files of two runs
         with saving(folder, epoch):
             booster.save_optimizer(optimizer, str(others[0]))
         with saving(folder, epoch):
@@ -374,24 +377,23 @@ def main() -> None:
     speed_up(boosted)
     writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
 
-    correct = None
+    accuracy = None
     for epoch in range(start_epoch + 1, args.num_epochs + 1):
         values = train_one_epoch(epoch, args.seed, data, boosted, coordinator)
         check_finite(args.checkpoint, epoch, values["loss"])
         boosted.lr_scheduler.step()
         is_due = epoch == args.num_epochs or (args.interval and epoch % args.interval == 0)
         if is_due:
-            correct = evaluate(boosted, test_images, test_labels, coordinator)
-            values["accuracy"] = correct / len(test_labels)
+            values["accuracy"] = accuracy = evaluate(boosted, test_images, test_labels, coordinator)
         report(epoch, args.num_epochs, values, writer)
         if is_due and args.interval:
             save_checkpoint(args.checkpoint, epoch, boosted, coordinator)
 
-    if correct is None:  # nothing was left to train
-        correct = evaluate(boosted, test_images, test_labels, coordinator)
-    print_on_master(accuracy_line(correct, len(test_labels)))
-    if args.target_acc is not None and correct / len(test_labels) < args.target_acc:
-        raise RunFailed(f"test accuracy {correct / len(test_labels):.4f} is below --target_acc {args.target_acc}")
+    if accuracy is None:  # nothing was left to train
+        accuracy = evaluate(boosted, test_images, test_labels, coordinator)
+    print_on_master(accuracy_line(accuracy))
+    if args.target_acc is not None and accuracy < args.target_acc:
+        raise RunFailed(f"test accuracy {accuracy:.4f} is below --target_acc {args.target_acc}")
 
 
 # ====================================================================================================================
@@ -436,7 +438,7 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Opt
 
 
 class CpuDDPPlugin(TorchDDPPlugin):
-    """TorchDDPPlugin always converts to SyncBatchNorm, which torch has for GPUs only: without this, no run on a CPU."""
+    """TorchDDPPlugin without its conversion to SyncBatchNorm, which torch has for GPUs only."""
 
     def configure(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None):
         return TorchDDPModel(model, **self.ddp_kwargs), OptimizerWrapper(optimizer), criterion, dataloader, lr_scheduler
@@ -451,7 +453,7 @@ def print_on_master(line: str) -> None:
 
 def log_setup(args: argparse.Namespace, data: TrainingData) -> None:
     world, device = dist.get_world_size(), get_current_device()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     print_on_master(
         f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
         f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
@@ -482,15 +484,12 @@ def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoo
             return SummaryWriter(folder, purge_step=start_epoch + 1)
 
 
-PROGRESS_SECONDS = 30.0  # between lines of progress in a log
-
-
 def show_progress(batches: list, epoch: int, coordinator: DistCoordinator) -> Iterator:
     """Yield the batches, with a bar on a terminal, or a line every half minute in a log."""
     bar = tqdm(batches, f"Epoch {epoch}", leave=False, disable=not (sys.stderr.isatty() and coordinator.is_master()))
     start = last = time.monotonic()
     for step, batch in enumerate(bar):
-        if bar.disable and (now := time.monotonic()) - last > PROGRESS_SECONDS:
+        if bar.disable and (now := time.monotonic()) - last > 30:
             last, images = now, step * len(batch[1]) * coordinator.world_size
             print_on_master(f"Epoch {epoch}: step {step} of {len(batches)}, {images / (now - start):,.0f} images/s")
         yield batch
@@ -512,38 +511,32 @@ def average_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
-    """Let save_model write, and load_model read, the weights in fp32. Yields ResNet-18's state dict, on every process.
+    """Give the model its weights in fp32 while save_model or load_model runs. Yields its state dict, on every process.
 
-    low_level_zero saves and loads its model's fp16 copies of the fp32 masters, which are sharded over the processes:
-    here the gathered masters take the copies' place. gemini casts to `model.mixed_precision` on both ways. Both keep
-    BatchNorm's statistics in fp16, which become fp32 here. Without this, a resumed run starts from rounded weights.
-    DDP's are fp32 anyway.
+    low_level_zero saves and loads the model's fp16 weights, but trains fp32 masters, of which each process has a shard:
+    here the gathered masters take the weights' place. gemini saves and loads its fp32 chunk. Both keep BatchNorm's
+    statistics in fp16, which become fp32 here. Without this, a resumed run starts from rounded weights.
     """
     model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
-    full = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
+    fp32 = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
     if isinstance(optimizer, LowLevelZeroOptimizer):
         for param in module.parameters():
             shard = optimizer.get_working_to_master_map()[id(param)]
             padded = shard.new_empty(shard.numel() * dist.get_world_size())
             dist.all_gather_into_tensor(padded, shard)
-            full[param] = padded[: param.numel()].view_as(param)
-    rounded = {tensor: tensor.data for tensor in full}
-    is_gemini, rounds_to = isinstance(model, GeminiDDP), getattr(model, "mixed_precision", None)
+            fp32[param] = padded[: param.numel()].view_as(param)
+    memory = {tensor: tensor.data for tensor in fp32}
     try:
-        for tensor, values in full.items():
+        for tensor, values in fp32.items():
             tensor.data = values
-        if is_gemini:
-            model.mixed_precision = torch.float32
-        yield model.state_dict(only_rank_0=False) if is_gemini else module.state_dict()
+        yield model.state_dict(only_rank_0=False) if isinstance(model, GeminiDDP) else module.state_dict()
     finally:
-        for tensor, memory in rounded.items():
-            tensor.data = memory.copy_(tensor.data)  # the same memory as before: others hold views of it
-        if is_gemini:
-            model.mixed_precision = rounds_to
+        for tensor, own in memory.items():
+            tensor.data = own.copy_(tensor.data)  # in the same memory as before: others hold views of it
 
 
 def load_optimizer(boosted: Boosted, path: Path) -> None:
-    """booster.load_optimizer, with steps as tensors for gemini, which fails on ints, although HybridAdam's are ints."""
+    """booster.load_optimizer. HybridAdam saves its steps as ints, which gemini cannot load: it gets tensors."""
     if not isinstance(boosted.model, GeminiDDP):
         boosted.booster.load_optimizer(boosted.optimizer, str(path))
         return
@@ -553,8 +546,8 @@ def load_optimizer(boosted: Boosted, path: Path) -> None:
     boosted.optimizer.load_state_dict(content)
 
 
-def adapt_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LRScheduler, lr: float) -> None:
-    """After loading, restore what this run decides: its optimizer's own settings, and the learning rate.
+def restore_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LRScheduler, lr: float) -> None:
+    """After loading, add the settings that the file lacks, and scale the learning rate to this run's.
 
     HybridAdam and AdamW each save settings that the other one lacks. The learning rate comes with the optimizer's
     file, and loading the scheduler does not touch it: with another number of processes the old one would stay.
@@ -564,11 +557,11 @@ def adapt_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LR
     old = lr_scheduler.base_lrs[0]
     if old != lr:
         lr_scheduler.base_lrs, group["initial_lr"], group["lr"] = [lr], lr, group["lr"] * lr / old
-        print_on_master(f"Learning rate scaled: it started at {old:g} in the checkpoint's run, at {lr:g} in this one")
+        print_on_master(f"Learning rate scaled: the checkpoint's run started with {old:g}, this one with {lr:g}")
 
 
 def find_scaler(optimizer: OptimizerWrapper) -> object | None:
-    """What holds the loss scale, None for torch_ddp. save_optimizer omits it; without it, a resumed run differs."""
+    """The loss scaler, None for torch_ddp. save_optimizer omits it, and without it a resumed run differs."""
     for name in ("mixed_precision_mixin", "mix_precision_mixin"):  # low_level_zero's and gemini's
         if hasattr(optimizer, name):
             return getattr(optimizer, name).grad_scaler
@@ -579,12 +572,12 @@ COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradSc
 
 
 def scaler_state(scaler: object) -> dict:
-    """The whole state of a loss scaler. ColossalAI's state_dict omits the counters to its next change."""
+    """The whole state of a loss scaler. ColossalAI's state_dict omits the counters that decide its next change."""
     return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
 
 
 def load_scaler(scaler: object | None, path: Path) -> None:
-    """Restore `scaler_state`. Without a file of this kind of scaler, it starts with its initial scale."""
+    """Restore `scaler_state`. Without a file, or with one of another kind of scaler, the initial scale stays."""
     state = read_file(path) if scaler and path.exists() else {}
     if state and state.keys() == scaler_state(scaler).keys():
         scaler.load_state_dict(state)
@@ -592,7 +585,7 @@ def load_scaler(scaler: object | None, path: Path) -> None:
 
 
 def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """Run two steps that change nothing, which settle DDP's gradient buckets; then capture the model's CUDA graphs.
+    """Run two steps without an update, which settle DDP's gradient buckets; then capture the model's CUDA graphs.
 
     DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
     sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
@@ -600,7 +593,7 @@ def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
     plugin, model, is_cuda = boosted.booster.plugin, boosted.model, get_accelerator().name == "cuda"
     if isinstance(plugin, TorchDDPPlugin):
         ddp = next(module for module in model.modules() if isinstance(module, DistributedDataParallel))
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # divides buckets, not 62 gradients
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # divides each bucket, not each gradient
         for _ in range(2):  # the second one uses the new buckets
             model(torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
     if is_cuda:
@@ -631,7 +624,7 @@ class RunFailed(UserError):
     exit_code = 1
 
 
-def moments(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
+def adam_state(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
     """Adam's moments that this process holds."""
     while isinstance(optimizer, OptimizerWrapper):  # torch_ddp_fp16 has two, one around the other
         optimizer = optimizer.unwrap()
@@ -648,21 +641,24 @@ def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
 
 @contextmanager
 def saving(folder: Path, epoch: int) -> Iterator[None]:
-    """An agreement on one step of a save. The process whose step fails removes this epoch's files."""
-    with agreement(f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"):
-        try:
-            yield
-        except (OSError, RuntimeError):
-            is_full = os.statvfs(folder).f_bavail < 256  # torch.save does not say so
+    """An agreement on one step of a save. If the step fails anywhere, the master removes this epoch's files."""
+    try:
+        with agreement(f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"):
+            try:
+                yield
+            except (OSError, RuntimeError):
+                if os.statvfs(folder).f_bavail < 256:  # torch.save's own error does not say so
+                    raise OSError("the disk is full") from None
+                raise
+    except UserError:
+        if dist.get_rank() == 0:
             with suppress(OSError):
                 remove_checkpoint(folder, epoch)
-            if is_full:
-                raise OSError("the disk is full") from None
-            raise
+        raise
 
 
 def remove_checkpoint(folder: Path, epoch: int) -> None:
-    """Remove what there is of an epoch's checkpoint: the model file first, with which it ceases to exist."""
+    """Remove an epoch's files, the model first: without it there is no checkpoint."""
     for part in (*PARTS, SCALER, ".model"):
         (folder / f"{part}_{epoch}.pth").unlink(missing_ok=True)
         flush_to_disk(folder)
@@ -690,11 +686,11 @@ def speed_up(boosted: Boosted) -> None:
     if isinstance(boosted.model, GeminiDDP):
         list_parameters_once(boosted.model.unwrap())
     if isinstance(scaler := find_scaler(boosted.optimizer), DynamicGradScaler):
-        for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, each step would wait twice to read the scale
+        for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, reading it would make each step wait twice
             vars(scaler)[name] = vars(scaler)[name].cpu()
-    torch.autograd.set_multithreading_enabled(False)  # or two threads contend for Python's lock in the plugins' hooks
+    torch.autograd.set_multithreading_enabled(False)  # two would contend for the GIL in the plugins' hooks
     gc.collect()
-    gc.freeze()  # the plugins create much garbage, and each collection would visit what the imports created
+    gc.freeze()  # or each of the many collections would visit what the imports created
 
 
 def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
@@ -710,10 +706,10 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
     for alias, param in zip(aliases, params):
-        if param.grad is not None:  # DDP's bucket (see warm_up): it need not copy a gradient that is already there
+        if param.grad is not None:  # a view of DDP's bucket (see warm_up), into which the graph writes directly
             alias.register_hook(param.grad.copy_)
     sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
-    plain = copy.copy(module)  # with the same layers; its forward stays as it is
+    plain = copy.copy(module)  # shares the layers, and keeps the original forward
 
     def run_plain(images: Tensor, *weights: Tensor) -> Tensor:
         return torch.func.functional_call(plain, dict(zip(names, weights)), (images,))
@@ -723,7 +719,7 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
         graphed = torch.cuda.make_graphed_callables(run_plain, (sample, *aliases))
 
     def replay(images: Tensor) -> Tensor:
-        if is_gemini:  # its parameters run its hooks before and after an operator that takes them
+        if is_gemini:  # so that the hooks of its parameters run before and after the graph
             return torch.overrides.handle_torch_function(graphed, params, images, *params)
         return graphed(images, *params)
 
@@ -731,15 +727,15 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
 
 
 def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
-    """Check and unscale all gradients at once. LowLevelZeroOptimizer.step handles the 62 of them one by one.
+    """Check and unscale all gradients at once. LowLevelZeroOptimizer does it one by one, and waits for each.
 
-    It also waits for the device at each. The gradients' norm, as slow, only serves clipping, which is off.
+    The gradients' norm, as slow, only serves clipping, which is off.
     """
-    mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
+    mixin, unchanged = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
 
     def check_overflow() -> bool:
-        overflow = torch.zeros_like(one)
-        torch._amp_foreach_non_finite_check_and_unscale_(optimizer.get_working_grads_by_group_id(0), overflow, one)
+        overflow, grads = torch.zeros_like(unchanged), optimizer.get_working_grads_by_group_id(0)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, unchanged)
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return bool(overflow)
 
@@ -753,7 +749,7 @@ def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
 
 def gather_weights(bucket: TensorBucket, group: dist.ProcessGroup, fp8_communication: bool = False) -> None:
     """Copy all updated weights into the model at once. TensorBucket.all_gather copies the 62 of them one by one."""
-    masters, weights = zip(*bucket._write_back_pairs.items())
+    masters, weights = zip(*bucket._write_back_pairs.items())  # this process's shards, and what they are shards of
     shard = bucket.flatten()
     shards = shard.new_empty(dist.get_world_size(group) * len(shard))
     dist.all_gather_into_tensor(shards, shard, group)
@@ -766,7 +762,7 @@ def gather_weights(bucket: TensorBucket, group: dist.ProcessGroup, fp8_communica
 def list_parameters_once(module: nn.Module) -> None:
     """Cache the list of parameters. GeminiDDP searches all modules for them, three times in each step.
 
-    It also asks each one repeatedly for an attribute that none of them has, which is slow until they have it.
+    It also looks up an attribute that each one lacks, which is slow: here they get it.
     """
     params = list(module.parameters())
     module.parameters = lambda recurse=True: iter(params)
@@ -794,7 +790,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process at once, without a traceback from each
     status = 1
     try:
-        status = run()
+        status = run() or 0  # None after --help
     except Exception:
         traceback.print_exc()
     with suppress(OSError):

@@ -159,10 +159,9 @@ def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
         values["loss"] = statistics.mean(train.gather(values["loss"]))
         stock.boosted.lr_scheduler.step()
         if epoch == args.num_epochs or epoch % 5 == 0:
-            correct = train.evaluate(stock.boosted, test_images, test_labels, coordinator)
-            values["accuracy"] = correct / len(test_labels)
+            values["accuracy"] = train.evaluate(stock.boosted, test_images, test_labels, coordinator)
         train.report(epoch, args.num_epochs, values, None)
-    print_on_master(accuracy_line(correct, len(test_labels)))
+    print_on_master(accuracy_line(values["accuracy"]))
 
 
 def get_args_parser() -> argparse.ArgumentParser:

@@ -34,7 +34,8 @@ def environment(**changes) -> dict[str, str]:
     """What a user's shell exports, one thread per process, and `changes`: the same whoever runs the tests."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     path = f"{LAUNCHERS}{os.pathsep}{os.environ.get('PATH', '')}"  # `colossalai run` finds its torchrun there
-    settings = {"OMP_NUM_THREADS": 1, "PATH": path, "LOGNAME": "user"}  # and asks for a name, which not every uid has
+    name = f"user-{os.getuid()}"  # it asks for one, which not every uid has; pytest's temporary folder bears it, too
+    settings = {"OMP_NUM_THREADS": 1, "PATH": path, "LOGNAME": name}
     return {**kept, **{name: str(value) for name, value in {**settings, **changes}.items()}}
 
 

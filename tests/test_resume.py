@@ -54,6 +54,7 @@ def check_model_file(path: Path) -> float:
     state = read(path)
     assert type(state) in (dict, type(build_model().state_dict()))
     assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in state.values())
+    assert not torch.equal(state["fc.weight"], state["fc.weight"].half().float()), "rounded to fp16"
     model = resnet18(num_classes=10).eval()
     model.load_state_dict(state)
     images, labels = (tensor[:50] for tensor in synthetic_data(train=False))
