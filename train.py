@@ -160,7 +160,7 @@ def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- data
 
 class TrainingData(NamedTuple):
-    """The training set, on the device if it fits there. Of the loader, only the sampler and the length are used."""
+    """The training set, on the device if it fits there. Of the loader, only sampler, batch size and length serve."""
 
     images: Tensor  # uint8, (N, 3, 32, 32)
     labels: Tensor  # int64, (N,)
@@ -172,7 +172,7 @@ def prepare_data(args: argparse.Namespace, plugin: Plugin) -> TrainingData:
     loader = plugin.prepare_dataloader(range(len(images)), args.batch_size, shuffle=True, drop_last=True)
     loader.sampler.seed = derive_seed(args.seed)  # prepare_dataloader does not pass its seed on to the sampler
     device = get_current_device()
-    if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # an epoch's copy must fit as well
+    if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # with an epoch's copies
         device = "cpu"
         print_on_master("The images do not fit on the GPU: they stay in host memory, slower")
     return TrainingData(images.to(device), labels.to(device), loader)
@@ -208,7 +208,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Tensor:
     """Pad (N, 3, 32, 32) by 4, mirror where `flip` (N,), and crop 32 x 32 at `top`, `left` in 0..8 (each (N,))."""
     windows = nn.functional.pad(images, (4, 4, 4, 4)).unfold(2, 32, 1).unfold(3, 32, 1)  # (N, 3, 9, 9, 32, 32), a view
-    left = torch.where(flip, 8 - left, left)  # the crop is mirrored after it is cut, so its offset is, too
+    left = torch.where(flip, 8 - left, left)  # flipped after cropping, not before
     crops = windows[torch.arange(len(images), device=images.device), :, top, left]
     return torch.where(flip[:, None, None, None], crops.flip(3), crops)
 
@@ -405,11 +405,8 @@ def main() -> None:
 # -------------------------------------------------------------------------------------------------------- environment
 
 def check_environment() -> None:
-    """Raise UserError where launch_from_torch would fail, or several tasks would each start their own run.
-
-    Also for a torch that ColossalAI allows, but that refuses to read what save_lr_scheduler writes.
-    """
-    if torch.__version__ < (2, 4):  # refuses MultiStepLR's Counter
+    """Raise UserError where launch_from_torch would fail, or several tasks would each start their own run."""
+    if torch.__version__ < (2, 4):  # ColossalAI allows 2.2, whose weights_only=True refuses MultiStepLR's Counter
         raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
     start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
     if any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:3]):
@@ -513,8 +510,8 @@ def average_buffers(model: nn.Module) -> None:
 def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
     """Give the model its weights in fp32 while save_model or load_model runs. Yields its state dict, on every process.
 
-    low_level_zero saves and loads the model's fp16 weights, but trains fp32 masters, of which each process has a shard:
-    here the gathered masters take the weights' place. gemini saves and loads its fp32 chunk. Both keep BatchNorm's
+    low_level_zero saves and loads the model's fp16 weights, but updates fp32 masters, sharded over the processes: here
+    the gathered masters take the weights' place. gemini saves and loads its fp32 chunk. Both keep BatchNorm's
     statistics in fp16, which become fp32 here. Without this, a resumed run starts from rounded weights.
     """
     model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
@@ -532,7 +529,7 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
         yield model.state_dict(only_rank_0=False) if isinstance(model, GeminiDDP) else module.state_dict()
     finally:
         for tensor, own in memory.items():
-            tensor.data = own.copy_(tensor.data)  # in the same memory as before: others hold views of it
+            tensor.data = own.copy_(tensor.data)  # in the same memory as before, of which the plugins hold views
 
 
 def load_optimizer(boosted: Boosted, path: Path) -> None:
@@ -585,7 +582,7 @@ def load_scaler(scaler: object | None, path: Path) -> None:
 
 
 def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """Run two steps without an update, which settle DDP's gradient buckets; then capture the model's CUDA graphs.
+    """For DDP, run two steps without an update, which settle its buckets; then capture the model's CUDA graphs.
 
     DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
     sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
@@ -593,7 +590,7 @@ def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
     plugin, model, is_cuda = boosted.booster.plugin, boosted.model, get_accelerator().name == "cuda"
     if isinstance(plugin, TorchDDPPlugin):
         ddp = next(module for module in model.modules() if isinstance(module, DistributedDataParallel))
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # divides each bucket, not each gradient
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # faster: divides buckets, not gradients
         for _ in range(2):  # the second one uses the new buckets
             model(torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
     if is_cuda:
@@ -625,7 +622,7 @@ class RunFailed(UserError):
 
 
 def adam_state(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
-    """Adam's moments that this process holds."""
+    """The tensors of Adam's state that this process holds."""
     while isinstance(optimizer, OptimizerWrapper):  # torch_ddp_fp16 has two, one around the other
         optimizer = optimizer.unwrap()
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -688,7 +685,7 @@ def speed_up(boosted: Boosted) -> None:
     if isinstance(scaler := find_scaler(boosted.optimizer), DynamicGradScaler):
         for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, reading it would make each step wait twice
             vars(scaler)[name] = vars(scaler)[name].cpu()
-    torch.autograd.set_multithreading_enabled(False)  # two would contend for the GIL in the plugins' hooks
+    torch.autograd.set_multithreading_enabled(False)  # a second thread would contend for the GIL in hooks
     gc.collect()
     gc.freeze()  # or each of the many collections would visit what the imports created
 
@@ -706,7 +703,7 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
     for alias, param in zip(aliases, params):
-        if param.grad is not None:  # a view of DDP's bucket (see warm_up), into which the graph writes directly
+        if param.grad is not None:  # a view of DDP's bucket: the graph is to write the gradient there
             alias.register_hook(param.grad.copy_)
     sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
     plain = copy.copy(module)  # shares the layers, and keeps the original forward
@@ -731,11 +728,11 @@ def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
 
     The gradients' norm, as slow, only serves clipping, which is off.
     """
-    mixin, unchanged = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
+    mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
 
     def check_overflow() -> bool:
-        overflow, grads = torch.zeros_like(unchanged), optimizer.get_working_grads_by_group_id(0)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, unchanged)
+        overflow, grads = torch.zeros_like(one), optimizer.get_working_grads_by_group_id(0)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, one)
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return bool(overflow)
 

@@ -29,9 +29,10 @@ import eval
 
 def images(train_images: str, test_images: str) -> None:
     """Generate the first images of each split of the synthetic set, and no others."""
-    whole, draw_labels, counts = eval.synthetic_data, torch.randint, {True: int(train_images), False: int(test_images)}
+    whole, counts = eval.synthetic_data, {True: int(train_images), False: int(test_images)}
 
     def few(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        draw_labels = torch.randint  # which an `images` before this one may have changed
         with mock.patch("torch.randint", lambda *args, **kwargs: draw_labels(*args, **kwargs)[: counts[train]]):
             return whole(train)
 

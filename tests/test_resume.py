@@ -68,6 +68,13 @@ def test_printed_accuracy_is_that_of_the_model_file(runs, plugin):
     assert accuracy(resumed.output) == check_model_file(resumed.folder / "model_3.pth")
 
 
+def test_low_level_zero_and_gemini_train_alike(runs):
+    """speed_up replaces different parts of the two, so each is a check of the other."""
+    outputs = [runs(2, plugin).output for plugin in ("low_level_zero", "gemini")]
+    zero, gemini = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", output)] for output in outputs)
+    assert len(zero) == 3 and zero == pytest.approx(gemini, rel=1e-3)
+
+
 def test_resume_under_other_plugins(runs, folder):
     copy_epoch(1, runs(2, "torch_ddp").folder, folder)
     for epoch, plugin in [(1, "low_level_zero"), (2, "gemini"), (3, "torch_ddp_fp16"), (4, "torch_ddp")]:
