@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms as T
-from helpers import accuracy, error_lines, free_port, run, run_machines
+from helpers import accuracy, error_lines, run, run_machines
 from torchvision.datasets import CIFAR10
 
 import eval
@@ -133,35 +133,23 @@ def test_processes_that_share_a_folder_take_turns(server, data):
     assert server.downloads == 1
 
 
-def test_download_says_what_it_does_before_it_connects(data, monkeypatch, capsys):
-    url = f"http://127.0.0.1:{free_port()}/{CIFAR10.filename}"
-    problem = f"there is no {CIFAR10.base_folder} in {data}"
-    with monkeypatch.context() as patch:
-        patch.setattr(CIFAR10, "url", url)
-        line = failure()
-    for words in (problem, f"getting {url} failed", "refused", "$DATA", "--synthetic"):
-        assert words in line
-    output = capsys.readouterr().out
-    assert output.splitlines()[0] == f"{problem}: downloading {url} to {data / CIFAR10.filename}"
-    assert not data.exists()
-    fetch_data()
-    assert "100%" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind, reason, half", [
     ("404", "404", False), ("cut", "", True), ("stop", "timed out", True), ("silent", "timed out", False),
 ])  # fmt: skip
-def test_download_that_fails(server, data, monkeypatch, kind, reason, half):
+def test_download_that_fails(server, data, monkeypatch, capsys, kind, reason, half):
     monkeypatch.setattr(eval, "DOWNLOAD_TIMEOUT", 0.5)
-    server.failure = kind
-    problem = f"{data / CIFAR10.filename} is incomplete or damaged" if half else f"no {CIFAR10.base_folder} in {data}"
+    server.failure, archive, missing = kind, data / CIFAR10.filename, f"there is no {CIFAR10.base_folder} in {data}"
+    problem = f"{archive} is incomplete or damaged" if half else missing
     for _ in range(2):  # the second time, what is left of the first is in the way
         line = failure()
-        assert problem in line and f"getting {server.url} failed" in line and reason in line
+        for words in (problem, f"getting {server.url} failed", reason, "$DATA", "--synthetic"):
+            assert words in line
+        assert capsys.readouterr().out.splitlines()[0] == f"{missing}: downloading {server.url} to {archive}"
         assert data.exists() == half and not (data / CIFAR10.base_folder).exists()
     server.failure = None
     fetch_data()
     assert_usable(data)
+    assert "100%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["missing", "checksum"])

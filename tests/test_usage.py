@@ -96,8 +96,6 @@ def refusal(function, *args) -> str:
     return line
 
 
-# ---------------------------------------------------------------------------------------------------------- arguments
-
 @pytest.mark.parametrize("args, message", [
     (["--interval", -1], "--interval must be 0 or more"),
     (["--target_acc", 84], "--target_acc is a fraction in 0..1"),
@@ -108,8 +106,6 @@ def refusal(function, *args) -> str:
     (["--resume", 0], "--resume takes an epoch from 1 on"),
     (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
     (["--plugin", "ddp"], "invalid choice: 'ddp'"),
-    (["-p", "torch_ddp_fp16"], "-p torch_ddp_fp16 runs on CUDA and NPU only; use -p torch_ddp here"),
-    (["-p", "low_level_zero"], "-p low_level_zero runs on CUDA and NPU only; use -p torch_ddp here"),
     (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp here"),
 ])  # fmt: skip
 def test_wrong_argument(args, message):
@@ -130,8 +126,6 @@ def test_path_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for a user without an entry
     assert "~/x: Could not determine home directory" in refusal(start, "-c=~/x")
 
-
-# -------------------------------------------------------------------------------------------------------- environment
 
 START = "start with torchrun or colossalai run; under Slurm with srun torchrun"
 LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -195,8 +189,6 @@ def test_tensorboard_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, MASTER)
 
-
-# ---------------------------------------------------------------------------------------------------------- the folder
 
 def test_checkpoint_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
@@ -264,8 +256,6 @@ def test_eval_only_reads_the_folder(checkpoint):
     checkpoint.chmod(0o755)
 
 
-# ----------------------------------------------------------------------------------------------------------- the files
-
 class Trap:
     """Unpickling it creates a folder."""
 
@@ -299,7 +289,6 @@ def with_first(convert):
 
 @pytest.mark.parametrize("how, problem", [
     (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
-    (lambda state: {"state_dict": state}, "lacks the tensor conv1.weight, and begins with state_dict"),
     (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
     (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
     (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
@@ -326,13 +315,11 @@ def with_state(index: int, **values):
 
 @pytest.mark.parametrize("part, how, problem", [
     ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
-    ("optimizer", lambda _: {"a": 1}, "does not hold Adam's state"),
     ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
     ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
     ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
     ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
     ("lr_scheduler", lambda _: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
-    ("lr_scheduler", lambda state: {**state, "base_lrs": []}, "is not the MultiStepLR state of epoch 4"),
     ("lr_scheduler", lambda state: {**state, "base_lrs": [0.0]}, "is not the MultiStepLR state of epoch 4"),
     ("lr_scheduler", lambda state: {**state, "last_epoch": 2}, "is not the MultiStepLR state of epoch 4"),
 ])  # fmt: skip
@@ -342,8 +329,6 @@ def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
     line = refusal(start, "-c", checkpoint, "-r", 4)
     assert line.startswith(f"{path} ") and problem in line
 
-
-# -------------------------------------------------------------------------------------------------- the real processes
 
 @pytest.mark.parametrize("script, args, env, message", [
     ("train.py", ["-n", 0], {}, "--num_epochs must be 1 or more"),
