@@ -75,7 +75,7 @@ def main(runs: int) -> None:
             duration = time.monotonic() - begin
         print("| overwrites | save under way at the kill | resumed after |\n|---|---|---|", flush=True)
         for number in range(runs):
-            in_save, overwrites, folder = number % 2 == 1, number % 4 == 3, Path(root, f"killed_{number}")
+            in_save, overwrites, folder = number % 2 == 0, number % 4 == 0, Path(root, f"killed_{number}")
             if overwrites:
                 shutil.copytree(undisturbed[EARLIER_SEED], folder)
             job = train(folder, "--seed", SEED)
