@@ -9,8 +9,8 @@ Two GPUs, with a plugin of your choice, resuming from the newest checkpoint if t
 Two machines with eight GPUs each (the same command on both, except for --node_rank):
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 train.py -c /nfs/ckpt
 
-To learn the Booster, read through `main`, the overview. What follows it can be skipped: what keeps runs safe, and the
-workarounds that make ColossalAI 0.5.0 fast, and bit-exact on resume.
+To learn the Booster, read from here to the end of `main`, the overview. The rest can be skipped: what keeps runs safe,
+and the workarounds that make ColossalAI 0.5.0 fast, and bit-exact on resume.
 """
 
 import argparse
@@ -73,9 +73,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 through ColossalAI's Booster.")
     parser.error = raise_user_error
     parser.add_argument("-p", "--plugin", choices=PLUGINS, default="torch_ddp", help="Booster plugin (torch_ddp)")
-    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="epoch, or 'latest'; -1: afresh (-1)")
+    parser.add_argument("-r", "--resume", type=epoch_or_latest, default=-1, help="epoch or 'latest'; -1: do not (-1)")
     parser.add_argument("-c", "--checkpoint", type=expand_path, default="./checkpoint", help="folder (./checkpoint)")
-    parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: none (5)")
+    parser.add_argument("-i", "--interval", type=int, default=5, help="epochs between checkpoints; 0: save none (5)")
     parser.add_argument("--target_acc", type=float, help="fraction in 0..1; fail below it (none)")
     parser.add_argument("-n", "--num_epochs", type=int, default=80, help="total epochs (80)")
     parser.add_argument("--batch_size", type=int, default=100, help="images per process and step (100)")
@@ -90,7 +90,7 @@ def check_args(args: argparse.Namespace) -> None:
     """Raise UserError for arguments that cannot work, before any process connects; touch nothing."""
     on_cpu = get_accelerator().name == "cpu"
     processes, world_size = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    gpus = processes if on_cpu else get_accelerator().device_count()
+    gpus = processes if on_cpu else get_accelerator().device_count()  # a CPU takes any number
     share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // world_size
     for wrong, message in [
         (args.interval < 0, "--interval must be 0 or more"),
@@ -111,7 +111,7 @@ def check_args(args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------------- processes
 
 def launch(seed: int) -> DistCoordinator:
-    """Join the processes that the launcher started, or run alone without one."""
+    """Join the processes that the launcher started, or run alone without one. All get the same seed."""
     if not os.environ.get("LOCAL_RANK"):
         os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(get_free_port()))))
     try:
@@ -120,7 +120,7 @@ def launch(seed: int) -> DistCoordinator:
         agreement_group()
     except (OSError, RuntimeError, ValueError) as error:
         network = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        raise UserError(f"the processes cannot connect ({first_line(error)}): check {network}") from error
+        raise UserError(f"the processes cannot start ({first_line(error)}). For the network, see {network}") from error
     torch.backends.cudnn.deterministic = True  # or a resumed run would not repeat the uninterrupted one
     return DistCoordinator()
 
@@ -139,11 +139,11 @@ def gather(value: object) -> list:
 
 
 @contextmanager
-def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
-    """Turn any process's OSError or RuntimeError in this block into the same UserError on all: "{task}: {reason}".
+def agreement(prefix: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Turn any process's OSError or RuntimeError in this block into the same UserError on all: "{prefix}: {reason}".
 
-    Every process must run the block, and none leaves it before all are done. `more_errors` adds types to the two. Any
-    other error is a bug, which ends the run with a traceback.
+    Every process must run the block, and none leaves it before all are done. `more_errors` adds types to the two. A
+    UserError keeps its own text. Any other error is a bug, which ends the run with a traceback.
     """
     failure = None
     try:
@@ -151,7 +151,7 @@ def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
     except UserError as error:
         failure = error
     except (OSError, RuntimeError, *more_errors) as error:
-        failure = UserError(f"{task}: {first_line(error)}")
+        failure = UserError(f"{prefix}: {first_line(error)}")
     failures = list(filter(None, gather(failure)))
     if failures:
         raise failures[0]
@@ -160,7 +160,7 @@ def agreement(task: str, *more_errors: type[Exception]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- data
 
 class TrainingData(NamedTuple):
-    """The training set, on the device if it fits there. Of the loader, only sampler, batch size and length serve."""
+    """The training set, on the device if it fits there. Only the loader's sampler, batch size and length are used."""
 
     images: Tensor  # uint8, (N, 3, 32, 32)
     labels: Tensor  # int64, (N,)
@@ -172,7 +172,7 @@ def prepare_data(args: argparse.Namespace, plugin: Plugin) -> TrainingData:
     loader = plugin.prepare_dataloader(range(len(images)), args.batch_size, shuffle=True, drop_last=True)
     loader.sampler.seed = derive_seed(args.seed)  # prepare_dataloader does not pass its seed on to the sampler
     device = get_current_device()
-    if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # with an epoch's copies
+    if device.type == "cuda" and 4 * images.nbytes > torch.cuda.mem_get_info()[0]:  # room for an epoch's copies
         device = "cpu"
         print_on_master("The images do not fit on the GPU: they stay in host memory, slower")
     return TrainingData(images.to(device), labels.to(device), loader)
@@ -184,7 +184,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def epoch_batches(data: TrainingData, epoch: int, seed: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """This process's batches of (uint8 images, labels), augmented at once, which is faster than batch by batch."""
+    """This process's batches of (uint8 images, labels), augmented all together: faster than batch by batch."""
     data.loader.sampler.set_epoch(epoch)
     index = torch.tensor(list(data.loader.sampler), device=data.images.device)
     images = augment(data.images[index], torch.Generator().manual_seed(derive_seed(seed, epoch, rank)))
@@ -208,7 +208,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 def flip_and_crop(images: Tensor, flip: Tensor, top: Tensor, left: Tensor) -> Tensor:
     """Pad (N, 3, 32, 32) by 4, mirror where `flip` (N,), and crop 32 x 32 at `top`, `left` in 0..8 (each (N,))."""
     windows = nn.functional.pad(images, (4, 4, 4, 4)).unfold(2, 32, 1).unfold(3, 32, 1)  # (N, 3, 9, 9, 32, 32), a view
-    left = torch.where(flip, 8 - left, left)  # flipped after cropping, not before
+    left = torch.where(flip, 8 - left, left)  # flipped after cropping, so mirror the offset
     crops = windows[torch.arange(len(images), device=images.device), :, top, left]
     return torch.where(flip[:, None, None, None], crops.flip(3), crops)
 
@@ -226,7 +226,7 @@ class Boosted(NamedTuple):
 
 
 def build_booster(name: str) -> Booster:
-    """The Booster for a plugin's name. Its plugin is at `booster.plugin`."""
+    """The Booster for a plugin's name, with its plugin at `.plugin`. low_level_zero and gemini train in fp16."""
     if name == "low_level_zero":  # the whole model fits into one bucket, so there is nothing to overlap
         return Booster(plugin=LowLevelZeroPlugin(initial_scale=2**5, overlap_communication=False))
     if name == "gemini":  # the same: it fits into one chunk
@@ -372,9 +372,9 @@ def main() -> None:
     log_setup(args, data)
 
     boosted = boost(args, booster, coordinator)
-    warm_up(args, boosted)
+    warm_up(args, boosted)  # exactness and speed; before `resume`, since it resets BatchNorm's statistics
     resume(args, start_epoch, boosted, coordinator)
-    speed_up(boosted)
+    speed_up(boosted)  # optional
     writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
 
     accuracy = None
@@ -398,7 +398,7 @@ def main() -> None:
 
 # ====================================================================================================================
 # The example ends here. What follows keeps runs safe, and works around ColossalAI 0.5.0 to make it bit-exact on resume,
-# and fast. Each workaround names the library's behavior, and what goes wrong without it.
+# and fast. The workarounds say what the library does, and what goes wrong without them.
 # ====================================================================================================================
 
 
@@ -421,7 +421,7 @@ def check_environment() -> None:
 
 
 def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Optimizer:
-    """HybridAdam, or AdamW, the same update at weight decay 0, where a process cannot compile HybridAdam's kernels."""
+    """HybridAdam; AdamW, the same update at weight decay 0, on a CPU or where a process cannot compile the kernels."""
     if get_accelerator().name != "cpu":
         try:  # no nvcc, one of another CUDA version, no compiler: each raises its own type of error
             with agreement("HybridAdam's kernels cannot be compiled", Exception):
@@ -508,11 +508,11 @@ def average_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
-    """Give the model its weights in fp32 while save_model or load_model runs. Yields its state dict, on every process.
+    """Hold the model in fp32 while it is saved, loaded or evaluated. Yields its state dict, on every process.
 
-    low_level_zero saves and loads the model's fp16 weights, but updates fp32 masters, sharded over the processes: here
-    the gathered masters take the weights' place. gemini saves and loads its fp32 chunk. Both keep BatchNorm's
-    statistics in fp16, which become fp32 here. Without this, a resumed run starts from rounded weights.
+    low_level_zero saves and loads fp16 weights, but updates fp32 masters, sharded over the processes: here the gathered
+    masters take the weights' place, and load_model copies what it loads into them. gemini uses its fp32 chunk. Both
+    keep BatchNorm's statistics in fp16, here fp32. Without this, a resumed run starts from rounded weights.
     """
     model, optimizer, module = boosted.model, boosted.optimizer, boosted.model.unwrap()
     fp32 = {buffer: buffer.float() for buffer in module.buffers() if buffer.is_floating_point()}
@@ -533,7 +533,7 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
 
 
 def load_optimizer(boosted: Boosted, path: Path) -> None:
-    """booster.load_optimizer. HybridAdam saves its steps as ints, which gemini cannot load: it gets tensors."""
+    """booster.load_optimizer, but for gemini, which cannot load HybridAdam's steps: ints there, tensors here."""
     if not isinstance(boosted.model, GeminiDDP):
         boosted.booster.load_optimizer(boosted.optimizer, str(path))
         return
@@ -547,7 +547,7 @@ def restore_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: 
     """After loading, add the settings that the file lacks, and scale the learning rate to this run's.
 
     HybridAdam and AdamW each save settings that the other one lacks. The learning rate comes with the optimizer's
-    file, and loading the scheduler does not touch it: with another number of processes the old one would stay.
+    file, and loading the scheduler does not touch it: with another --lr or number of processes the old one would stay.
     """
     [group] = optimizer.param_groups
     group.update({name: value for name, value in settings.items() if name not in group})
@@ -582,7 +582,7 @@ def load_scaler(scaler: object | None, path: Path) -> None:
 
 
 def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """For DDP, run two steps without an update, which settle its buckets; then capture the model's CUDA graphs.
+    """For DDP, run two steps without an update, to settle its buckets; capture CUDA graphs; undo the side effects.
 
     DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
     sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
@@ -629,7 +629,7 @@ def adam_state(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tens
 
 
 def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
-    """Raise RunFailed unless the values that this process is to report or to save are finite."""
+    """Raise RunFailed unless the values that this process is about to report or save are finite."""
     if not all(torch.as_tensor(value).isfinite().all() for value in values):
         good = [saved for saved in saved_epochs(folder, PARTS) if saved < epoch]
         advice = f"lower --lr and go on with -r {good[-1]}" if good else "start again with a lower --lr"
@@ -676,7 +676,7 @@ def flush_to_disk(*paths: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- speed
 
 def speed_up(boosted: Boosted) -> None:
-    """Cut what Python does in each step beside the model's own work."""
+    """Cut what Python does in each step besides the model's own work."""
     if isinstance(boosted.optimizer, LowLevelZeroOptimizer):
         batch_overflow_checks(boosted.optimizer)
         TensorBucket.all_gather = gather_weights
@@ -720,19 +720,19 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
             return torch.overrides.handle_torch_function(graphed, params, images, *params)
         return graphed(images, *params)
 
-    module.forward = replay
+    module.forward = replay  # always in training mode and at this batch size: evaluate builds a model of its own
 
 
 def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
     """Check and unscale all gradients at once. LowLevelZeroOptimizer does it one by one, and waits for each.
 
-    The gradients' norm, as slow, only serves clipping, which is off.
+    It also computes the gradients' norm, as slowly, for clipping, which is off.
     """
     mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
 
     def check_overflow() -> bool:
         overflow, grads = torch.zeros_like(one), optimizer.get_working_grads_by_group_id(0)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, one)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, one)  # by one: only checks
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return bool(overflow)
 

@@ -109,7 +109,7 @@ def test_wrong_network_interface():
     assert result.returncodes == [2, 2]
     assert len(result.output.splitlines()) == 2
     for line in error_lines(result.output):
-        assert "the processes cannot connect (" in line and "GLOO_SOCKET_IFNAME" in line
+        assert "the processes cannot start (" in line and "GLOO_SOCKET_IFNAME" in line
 
 
 def is_running(word: str) -> bool:
