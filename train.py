@@ -409,11 +409,16 @@ def check_environment() -> None:
     if torch.__version__ < (2, 4):  # ColossalAI allows 2.2, whose weights_only=True refuses MultiStepLR's Counter
         raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
     start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
+    if not (local := os.environ.get("LOCAL_WORLD_SIZE") or "1").isdecimal():
+        raise UserError(f"LOCAL_WORLD_SIZE is {local!r}, not a number of processes: {start}")
     if any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:3]):
         for name in LAUNCHER_VARIABLES:
             value = os.environ.get(name, "")
-            if not (value.isdigit() or value and name == "MASTER_ADDR"):
+            if not (value.isdecimal() or value and name == "MASTER_ADDR"):
                 raise UserError(f"{name} is {value!r}, so the launcher's environment is incomplete: {start}")
+        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        if rank >= world_size:
+            raise UserError(f"RANK is {rank}, but must be below WORLD_SIZE, which is {world_size}: {start}")
         return
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun, Open MPI, MPICH and Intel MPI
         if os.environ.get(name, "1") != "1":
@@ -791,5 +796,5 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
     with suppress(OSError):
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout itself is None where the caller closed it
     os._exit(status)  # the usual teardown of NCCL and gloo can hang on CUDA graphs or lost processes

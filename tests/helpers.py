@@ -25,8 +25,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = Path(sys.executable).parent  # torchrun and colossalai, of the Python that runs the tests
 
-# What programs need to find themselves, their packages and the GPUs. Everything else of the caller's is left out:
-# PYTHONUNBUFFERED and its like, which users do not set, proxies, a launcher's variables, odd names and values.
+# What programs need to find themselves, packages and GPUs. All else is left out, say PYTHONUNBUFFERED and proxies.
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "LD_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "NVSHMEM_")
 
 

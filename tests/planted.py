@@ -118,8 +118,7 @@ def double() -> None:
 
 
 def machines() -> None:
-    """Let each process and NCCL take it for the only one on its machine. NCCL refuses two processes of one machine on
-    the same GPU; those of different machines it connects through sockets."""
+    """Give each process a machine of its own, as far as NCCL sees: it refuses two of one machine on the same GPU."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo")
 

@@ -136,6 +136,8 @@ LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "1
     ({"LOCAL_RANK": "0"}, "RANK is ''"),
     ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
     ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+    ({**LAUNCHED, "RANK": "2"}, "RANK is 2, but must be below WORLD_SIZE, which is 2"),
+    ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
     ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
     ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
