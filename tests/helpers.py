@@ -200,3 +200,13 @@ def accuracy(output: str) -> float:
 def error_lines(output: str) -> list[str]:
     """The lines in which train.py told its user what is wrong."""
     return [line for line in output.splitlines() if line.startswith("train.py: error:")]
+
+
+def check_end(result: Result, exit_code: int, *words: str) -> str:
+    """Both processes ended with one line, their last, that has all the words. Returns it."""
+    assert result.returncodes == [exit_code] * 2, result.output
+    lines = error_lines(result.output)
+    assert len(lines) == 2 and lines == result.output.splitlines()[-2:], result.output
+    assert all(word in line for line in lines for word in words), lines
+    assert "Traceback" not in result.output, result.output
+    return lines[0]

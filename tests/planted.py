@@ -118,7 +118,7 @@ def double() -> None:
 
 
 def machines() -> None:
-    """Give each process a machine of its own, as far as NCCL sees: it refuses two of one machine on the same GPU."""
+    """Let each process seem alone on its machine, also to NCCL, which refuses two of one machine on the same GPU."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo")
 

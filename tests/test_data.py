@@ -78,8 +78,7 @@ def test_augment_draws_every_flip_and_offset_for_each_image():
 
 def test_to_float_equals_to_tensor():
     images = torch.arange(256, dtype=torch.uint8).repeat(12).view(1, 3, 32, 32)  # every value that a byte can have
-    expected = TF.to_tensor(images[0].permute(1, 2, 0).numpy())
-    assert torch.equal(to_float(images)[0], expected)
+    assert torch.equal(to_float(images)[0], TF.to_tensor(images[0].permute(1, 2, 0).numpy()))
 
 
 def prepare(seed=42, share=0, shares=1) -> train.TrainingData:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from exact_resume import copy_epoch, files_that_differ, read
-from helpers import Result, error_lines, run, run_machines, start
+from helpers import Result, check_end, run, run_machines, start
 
 FEW = "images=64,50"
 SETTINGS = ["--synthetic", "--batch_size", 8, "-i", 1]  # four steps in an epoch of two processes
@@ -17,16 +17,6 @@ MACHINES = {"LOCAL_RANK": 0}  # each process poses as the only one of its machin
 
 def train(nproc: int, folder: Path, *args, planted=(), begin=run) -> Result:
     return begin(nproc, *SETTINGS, "-c", folder, *args, planted=[FEW, *planted], env=MACHINES)
-
-
-def check_end(result: Result, exit_code: int, *words: str) -> str:
-    """Both processes ended with one line, their last, that has all the words. Returns it."""
-    assert result.returncodes == [exit_code] * 2, result.output
-    lines = error_lines(result.output)
-    assert len(lines) == 2 and lines == result.output.splitlines()[-2:], result.output
-    assert all(word in line for line in lines for word in words), lines
-    assert "Traceback" not in result.output
-    return lines[0]
 
 
 def names(folder: Path) -> list[str]:
