@@ -136,7 +136,7 @@ def test_weight_or_moment_that_is_not_finite(tmp_path, plugin, kind, rank):
 
 @pytest.mark.parametrize("plugin, scale", [("torch_ddp_fp16", 1e38), ("low_level_zero", 1e6), ("gemini", 1e6)])
 def test_steps_that_fp16_skips_are_no_divergence(tmp_path, plugin, scale):
-    result = train(2, tmp_path, "-p", plugin, "-n", 1, planted=["double", f"loss_scale=1000,{scale}"])
+    result = train(2, tmp_path, "-p", plugin, "-n", 1, planted=["images=32,50", "double", f"loss_scale=1000,{scale}"])
     assert result.returncode == 0, result.output
     assert 0 < read(tmp_path / "grad_scaler_1.pth")["scale"] < scale, "none was skipped"
     shutil.rmtree(tmp_path)
