@@ -3,8 +3,8 @@
     python eval.py -c ./ckpt-fp32 -e 80        # the checkpoint of epoch 80
     python eval.py -c ./ckpt-fp32 -e latest    # the newest one
 
-It needs torch and torchvision, a GPU or the CPU, and CIFAR-10 in $DATA (default ./data; downloaded if it is not there).
-It only reads the checkpoint folder. The file also defines what training and evaluation must agree on.
+It needs torch, torchvision and CIFAR-10 in $DATA (default ./data; downloaded if it is not there), and writes nothing into
+the checkpoint folder. The file also defines what training and evaluation must agree on.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def print_line(line: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- data
 
 def expand_path(text: str) -> Path:
-    """A path from the command line or the environment. Shells do not expand ~ in --option=~/x and DATA='~/x'."""
+    """A folder from the command line or the environment. Shells do not expand ~ in --option=~/x and DATA='~/x'."""
+    if not text:
+        raise argparse.ArgumentTypeError("the folder has no name")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -88,10 +90,8 @@ def find_data_problem(root: Path) -> str | None:
 def fetch_data() -> None:
     """Download, check and unpack CIFAR-10 into `data_root()`, unless it is there already.
 
-    Processes that share the folder take turns: one downloads, the others find the data in place.
-
-    Raises:
-        UserError: the data is not there and cannot be downloaded. No new folder is left behind.
+    Processes that share the folder take turns: one downloads, the others find the data in place. UserError if it cannot
+    be had; then no new folder is left behind.
     """
     root = data_root()
     archive = root / CIFAR10.filename
@@ -121,11 +121,9 @@ def fetch_data() -> None:
 
 
 def load_data(train: bool, synthetic: bool) -> tuple[Tensor, Tensor]:
-    """Read one split of CIFAR-10, or of the synthetic stand-in. `fetch_data` must have put CIFAR-10 in place.
+    """Images (uint8, (N, 3, 32, 32)) and labels (int64, (N,)) of one split of CIFAR-10, or of the synthetic stand-in.
 
-    Returns:
-        images: uint8, (N, 3, 32, 32), on the CPU
-        labels: int64, (N,)
+    They are on the CPU. `fetch_data` must have put CIFAR-10 in place.
     """
     if synthetic:
         return synthetic_data(train)
@@ -154,20 +152,13 @@ def build_model() -> nn.Module:
     return resnet18(num_classes=NUM_CLASSES)
 
 
-def find_missing(epoch: int, folder: Path, parts: tuple[str, ...]) -> Path | None:
-    """The first of an epoch's files `{part}_{epoch}.pth` that is missing or empty. None if all are there."""
-    paths = [folder / f"{part}_{epoch}.pth" for part in parts]
-    return next((path for path in paths if not path.is_file() or not path.stat().st_size), None)
-
-
 def saved_epochs(folder: Path, parts: tuple[str, ...] = ("model",)) -> list[int]:
-    """The epochs, in ascending order, of which `folder` holds a file for each of `parts`."""
-    names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
-    return sorted(int(name[1]) for name in names if name and not find_missing(int(name[1]), folder, parts))
+    """The epochs, in ascending order, of which `folder` holds a `{part}_{epoch}.pth` for each of `parts`, not empty."""
+    def epochs(part: str) -> set[int]:
+        names = [path.stem for path in folder.glob(f"{part}_*.pth") if path.is_file() and path.stat().st_size]
+        return {int(name[len(part) + 1 :]) for name in names if re.fullmatch(rf"{part}_[1-9]\d*", name)}
 
-
-def list_epochs(epochs: list[int]) -> str:
-    return f"epochs {', '.join(map(str, epochs))}" if epochs else "none"
+    return sorted(set.intersection(*map(epochs, parts)))
 
 
 def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("model",)) -> int:
@@ -176,27 +167,26 @@ def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("mod
     if epoch == "latest" and not saved:
         raise UserError(f"there is no checkpoint in {folder}: see -c")
     epoch = saved[-1] if epoch == "latest" else epoch
-    if missing := find_missing(epoch, folder, parts):
-        raise UserError(f"{missing} is missing or empty. Saved in that folder (-c): {list_epochs(saved)}")
+    missing = [folder / f"{part}_{epoch}.pth" for part in parts if epoch not in saved_epochs(folder, (part,))]
+    if missing:
+        raise UserError(f"{missing[0]} is missing or empty. Epochs in that folder (-c): {saved or 'none'}")
     return epoch
 
 
 def read_file(path: Path) -> dict:
-    """Read a checkpoint file, running none of the code that a pickle may carry.
-
-    Raises:
-        UserError: it cannot be read, or does not hold a dict; names the other epochs in its folder
-    """
+    """Read a checkpoint file, running none of the code that a pickle may carry. UserError if it does not hold a dict."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict):
             return content
         problem = f"it holds a {type(content).__name__}"
-    except Exception as error:  # OSError, EOFError, UnpicklingError, RuntimeError: each kind of damage has its own
+    except (OSError, RuntimeError) as error:
         problem = first_line(error)
-    others = [epoch for epoch in saved_epochs(path.parent) if not path.stem.endswith(f"_{epoch}")]
-    hint = f"Others in that folder: {list_epochs(others)}"
-    raise UserError(f"{path} cannot be read: it is truncated, or not a checkpoint of this example ({problem}). {hint}")
+    except Exception:  # of many types, whose messages say nothing, or advise to run the code in the file
+        problem = "torch.save did not write it, or it carries code"
+    others = [epoch for epoch in saved_epochs(path.parent) if not path.stem.endswith(f"_{epoch}")] or "none"
+    problem = f"it is truncated, or not a checkpoint of this example ({problem})"
+    raise UserError(f"{path} cannot be read: {problem}. Other epochs in that folder: {others}")
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
@@ -211,18 +201,18 @@ def read_model(path: Path) -> dict[str, Tensor]:
 def check_optimizer(path: Path) -> None:
     """Raise UserError unless an `optimizer_{epoch}.pth` holds Adam's state of each of `build_model()`'s parameters.
 
-    ColossalAI silently loads one that lacks some.
+    ColossalAI silently loads one that lacks some. The state of a loss scaler, `grad_scaler`, may be there, too.
     """
     content, moments = read_file(path), ("exp_avg", "exp_avg_sq")
     with torch.device("meta"):
         params = dict(enumerate(build_model().parameters()))
     try:
         states, [group] = content["state"], content["param_groups"]
-        positive = (group["lr"], *(states[i]["step"] for i in params))
-        complete = len(group["params"]) == len(params) and all(0 < value < float("inf") for value in positive)
         found = {f"{name} of parameter {i}": states[i][name] for i in states for name in moments}
+        numbers = (group["lr"], *(states[i]["step"] for i in params), *content.get("grad_scaler", {}).values())
+        complete = len(group["params"]) == len(params) and all(0 <= float(number) < float("inf") for number in numbers)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # something else, or some of it is missing
-        complete, found = False, {}
+        complete = False
     if not complete:
         raise UserError(f"{path} does not hold Adam's state of all {len(params)} parameters of ResNet-18")
     expected = {f"{name} of parameter {i}": params[i] for i in params for name in moments}
@@ -232,22 +222,26 @@ def check_optimizer(path: Path) -> None:
 def check_tensors(path: Path, what: str, found: dict, expected: dict[str, Tensor]) -> None:
     """Raise UserError, with the first entry that differs, unless `found` has the names, shapes and kinds of `expected`.
 
-    Any floating type may stand for another. Values must be finite, which they are not after a run that diverged.
+    Any floating type may stand for another. Values must be finite, and mean squares not negative.
     """
     for name in [*expected, *found]:
         value, like = found.get(name), expected.get(name)
-        if not isinstance(value, Tensor) or like is None:
-            lacks = f"it lacks the tensor {name}, and begins with {next(iter(found), 'nothing')}"
-            problem = f"it has {name}" if like is None else lacks
-        elif (value.shape, value.layout, value.device.type) != (like.shape, like.layout, "cpu"):
-            problem = f"{name} is {tuple(value.shape)}, {value.layout}, on {value.device}, not {tuple(like.shape)}"
-        elif value.is_complex() or value.is_floating_point() != like.is_floating_point():
-            problem = f"{name} is {value.dtype}, not {like.dtype}"
-        elif not value.float().isfinite().all():
+        if kind(value) != kind(like):
+            problem = f"{name} is {kind(value)}, not {kind(like)}; its first entry is {next(iter(found), 'absent')}"
+        elif value.is_meta or not value.float().isfinite().all():
             problem = f"{name} is not finite: the run that saved it had diverged"
+        elif ("running_var" in name or "exp_avg_sq" in name) and value.min() < 0:
+            problem = f"{name} is negative"
         else:
             continue
         raise UserError(f"{path} is not {what}: {problem}")
+
+
+def kind(value: object) -> str:
+    """What one tensor must have in common with another to take its place."""
+    if not isinstance(value, Tensor):
+        return "absent" if value is None else f"a {type(value).__name__}"
+    return f"{tuple(value.shape)}, {'floating' if value.is_floating_point() else value.dtype}, {value.layout}"
 
 
 # ----------------------------------------------------------------------------------------------------------- accuracy
@@ -258,23 +252,28 @@ def to_float(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, device: torch.device) -> int:
-    """How many of `images` (uint8, (N, 3, 32, 32)) a ResNet-18 with the weights `state` classifies as `labels` (N,)."""
+def count_correct(state: dict[str, Tensor], images: Tensor, labels: Tensor, device: torch.device) -> float:
+    """How many of `images` (uint8, (N, 3, 32, 32)) a ResNet-18 with the weights `state` classifies as `labels` (N,).
+
+    nan if an output of the model is not finite: argmax would still take it for an answer.
+    """
     with torch.device("meta"):  # no memory and no time for weights that are replaced
         model = build_model()
     model.load_state_dict(state, assign=True)
     model.to(device).float().eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = torch.zeros((), device=device)
     # in full fp32, since TF32 could change an answer with the size of the batch that an image is in
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         for batch, answers in zip(images.split(1000), labels.split(1000)):
-            predicted = model(to_float(batch.to(device))).argmax(dim=1)
-            correct += (predicted == answers.to(device)).sum()
-    return int(correct)
+            logits = model(to_float(batch.to(device)))
+            correct += (logits.argmax(dim=1) == answers.to(device)).sum() + 0 * logits.sum()
+    return correct.item()
 
 
 def accuracy_line(accuracy: float) -> str:
-    """The line that both scripts end with. `accuracy` is in 0..1."""
+    """The line that both scripts end with. `accuracy` is in 0..1; UserError if it is nan."""
+    if not 0 <= accuracy <= 1:
+        raise UserError("the model's outputs are not finite: its file is damaged, or of a run that diverged")
     return f"Accuracy of the model on the test images: {100 * accuracy:.2f} %"
 
 

@@ -20,6 +20,8 @@ import functools
 import gc
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -42,6 +44,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # colossalai's imports would start workers, never used here
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
 warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, about streams during graph capture
 import colossalai
@@ -55,16 +58,13 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device
 from colossalai.zero import GeminiDDP, LowLevelZeroOptimizer
-from colossalai.zero.low_level.bookkeeping import TensorBucket
 
 from eval import SYNTHETIC_TRAIN_IMAGES, TRAIN_IMAGES, UserError, accuracy_line, build_model, check_optimizer
-from eval import count_correct, epoch_or_latest, expand_path, fetch_data, first_line, list_epochs, load_data, lock
+from eval import count_correct, epoch_or_latest, expand_path, fetch_data, first_line, load_data, lock
 from eval import print_line, raise_user_error, read_file, read_model, require_epoch, saved_epochs, to_float
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
-PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth,
-SCALER = "grad_scaler"  # and grad_scaler_{epoch}.pth where the plugin scales the loss
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PARTS = ("model", "optimizer", "lr_scheduler")  # a checkpoint's files are {part}_{epoch}.pth
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -113,7 +113,8 @@ def check_args(args: argparse.Namespace) -> None:
 def launch(seed: int) -> DistCoordinator:
     """Join the processes that the launcher started, or run alone without one. All get the same seed."""
     if not os.environ.get("LOCAL_RANK"):
-        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(get_free_port()))))
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     try:
         colossalai.launch_from_torch(seed=seed, verbose=False)
         dist.all_reduce(torch.zeros((), device=get_current_device()))  # connects now, not in the first step
@@ -239,16 +240,20 @@ def build_booster(name: str) -> Booster:
 
 def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinator) -> Boosted:
     model = build_model().to(get_current_device())
+    if args.plugin in ("low_level_zero", "gemini"):
+        flatten_parameters(model)  # optional, for speed: one parameter for these plugins' loops in Python
     optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size)  # HybridAdam, where it compiles
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
     model, optimizer, criterion, _, lr_scheduler = booster.boost(
         model, optimizer, criterion=nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler
     )
-    return Boosted(booster, model, optimizer, criterion, lr_scheduler)
+    boosted = Boosted(booster, model, optimizer, criterion, lr_scheduler)
+    complete_checkpoints(boosted)  # or a resumed run would continue from rounded weights and another loss scale
+    return boosted
 
 
 def train_one_epoch(epoch: int, seed: int, data: TrainingData, boosted: Boosted, coordinator: DistCoordinator) -> dict:
-    """Train for an epoch, whose order and augmentation depend on seed, epoch and rank. Returns what `report` prints."""
+    """Train for an epoch, whose order and augmentation depend on seed, epoch and rank. Returns what `Log` prints."""
     booster, model, optimizer, criterion, _ = boosted
     start, device = time.time(), get_current_device()
     batches = epoch_batches(data, epoch, seed, coordinator.rank)
@@ -272,9 +277,10 @@ def evaluate(boosted: Boosted, images: Tensor, labels: Tensor, coordinator: Dist
     """The accuracy, in 0..1, of the fp32 weights that a checkpoint holds, so that eval.py finds the same."""
     share, device = slice(coordinator.rank, None, coordinator.world_size), get_current_device()
     with full_precision(boosted) as state:
-        correct = torch.tensor(count_correct(state, images[share], labels[share], device), device=device)
+        correct = count_correct(state, images[share], labels[share], device)
+    correct = torch.tensor(correct, dtype=torch.float64, device=device)
     dist.all_reduce(correct)
-    return int(correct) / len(labels)
+    return correct.item() / len(labels)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -305,7 +311,7 @@ def agree_on_start(args: argparse.Namespace, coordinator: DistCoordinator) -> in
         raise UserError(f"machines see different checkpoints in {args.checkpoint} (-c): they must share that folder")
     later = [saved for saved in saved_epochs(args.checkpoint, PARTS) if saved > epoch]
     if later:
-        print_on_master(f"{args.checkpoint} holds later {list_epochs(later)}: -r latest would resume from {later[-1]}")
+        print_on_master(f"{args.checkpoint} holds later epochs {later}: -r latest would resume from {later[-1]}")
     return epoch
 
 
@@ -316,14 +322,12 @@ def resume(args: argparse.Namespace, epoch: int, boosted: Boosted, coordinator: 
             print_on_master(f"No checkpoint in {args.checkpoint}: starting afresh")
         return
     booster, model, optimizer, _, lr_scheduler = boosted
-    folder, own_settings = args.checkpoint, dict(optimizer.param_groups[0])
-    with full_precision(boosted):
-        booster.load_model(model, f"{folder}/model_{epoch}.pth")
-    load_optimizer(boosted, folder / f"optimizer_{epoch}.pth")
-    booster.load_lr_scheduler(lr_scheduler, f"{folder}/lr_scheduler_{epoch}.pth")
-    load_scaler(find_scaler(optimizer), folder / f"{SCALER}_{epoch}.pth")
-    print_on_master(f"Resuming after epoch {epoch}, from {folder}")
-    restore_settings(optimizer, own_settings, lr_scheduler, args.lr * coordinator.world_size)
+    model_file, optimizer_file, scheduler_file = (f"{args.checkpoint}/{part}_{epoch}.pth" for part in PARTS)
+    booster.load_model(model, model_file)
+    booster.load_optimizer(optimizer, optimizer_file)
+    booster.load_lr_scheduler(lr_scheduler, scheduler_file)
+    print_on_master(f"Resuming after epoch {epoch}, from {args.checkpoint}")
+    scale_learning_rate(optimizer, lr_scheduler, args.lr * coordinator.world_size)
 
 
 def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: DistCoordinator) -> None:
@@ -333,25 +337,23 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     Each of these calls is agreed on before the next, or a write that fails would leave the other processes waiting.
     """
     booster, model, optimizer, _, lr_scheduler = boosted
-    model_file, *others = (folder / f"{part}_{epoch}.pth" for part in (*PARTS, SCALER))
+    model_file, optimizer_file, scheduler_file = (folder / f"{part}_{epoch}.pth" for part in PARTS)
     unfinished, is_master = folder / f".model_{epoch}.pth", coordinator.is_master()
-    with full_precision(boosted) as state:
-        with agreement("the weights"):
-            check_finite(folder, epoch, *state.values(), *adam_state(optimizer))
-        with saving(folder, epoch):
-            if is_master:
-                remove_checkpoint(folder, epoch)  # never mix the files of two runs
-        with saving(folder, epoch):
-            booster.save_optimizer(optimizer, str(others[0]))
-        with saving(folder, epoch):
-            booster.save_model(model, str(unfinished))
-            booster.save_lr_scheduler(lr_scheduler, str(others[1]))
-            if is_master and (scaler := find_scaler(optimizer)):
-                torch.save(scaler_state(scaler), others[2])
-            if is_master:
-                flush_to_disk(unfinished, *filter(Path.exists, others), folder)
-                unfinished.rename(model_file)
-                flush_to_disk(folder)
+    problem = f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"
+    with agreement("the weights"):
+        check_finite(folder, epoch, *model.parameters(), *model.buffers(), *adam_moments(optimizer))
+    with agreement(problem):
+        if is_master:
+            make_room([model_file, optimizer_file, scheduler_file], model)  # so that the files of two runs never mix
+    with agreement(problem):
+        booster.save_optimizer(optimizer, str(optimizer_file))
+    with agreement(problem):
+        booster.save_model(model, str(unfinished))
+        booster.save_lr_scheduler(lr_scheduler, str(scheduler_file))
+        if is_master:
+            flush_to_disk(unfinished, optimizer_file, scheduler_file, folder)
+            unfinished.rename(model_file)
+            flush_to_disk(folder)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -369,23 +371,22 @@ def main() -> None:
     booster = build_booster(args.plugin)
     data = prepare_data(args, booster.plugin)
     test_images, test_labels = load_data(train=False, synthetic=args.synthetic)
-    log_setup(args, data)
+    log = Log(args, data, start_epoch)
 
     boosted = boost(args, booster, coordinator)
     warm_up(args, boosted)  # exactness and speed; before `resume`, since it resets BatchNorm's statistics
     resume(args, start_epoch, boosted, coordinator)
     speed_up(boosted)  # optional
-    writer = open_tensorboard(args.tensorboard, start_epoch, coordinator)
 
     accuracy = None
     for epoch in range(start_epoch + 1, args.num_epochs + 1):
         values = train_one_epoch(epoch, args.seed, data, boosted, coordinator)
-        check_finite(args.checkpoint, epoch, values["loss"])
         boosted.lr_scheduler.step()
         is_due = epoch == args.num_epochs or (args.interval and epoch % args.interval == 0)
         if is_due:
             values["accuracy"] = accuracy = evaluate(boosted, test_images, test_labels, coordinator)
-        report(epoch, args.num_epochs, values, writer)
+        check_finite(args.checkpoint, epoch, *values.values())
+        log.report(epoch, values)
         if is_due and args.interval:
             save_checkpoint(args.checkpoint, epoch, boosted, coordinator)
 
@@ -404,25 +405,26 @@ def main() -> None:
 
 # -------------------------------------------------------------------------------------------------------- environment
 
+# What a launcher sets, as regular expressions, and how many tasks srun, Open MPI, MPICH and Intel MPI say they started
+LAUNCHED = {**dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), r"\d+"), "MASTER_ADDR": ".+"}
+LAUNCHED["LOCAL_WORLD_SIZE"] = r"\d*"
+ALONE = dict.fromkeys(("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "1?")
+
+
 def check_environment() -> None:
-    """Raise UserError where launch_from_torch would fail, or several tasks would each start their own run."""
+    """Raise UserError where launch_from_torch would fail or hang, or several tasks would each start their own run."""
     if torch.__version__ < (2, 4):  # ColossalAI allows 2.2, whose weights_only=True refuses MultiStepLR's Counter
         raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
     start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
-    if not (local := os.environ.get("LOCAL_WORLD_SIZE") or "1").isdecimal():
-        raise UserError(f"LOCAL_WORLD_SIZE is {local!r}, not a number of processes: {start}")
-    if any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:3]):
-        for name in LAUNCHER_VARIABLES:
-            value = os.environ.get(name, "")
-            if not (value.isdecimal() or value and name == "MASTER_ADDR"):
-                raise UserError(f"{name} is {value!r}, so the launcher's environment is incomplete: {start}")
-        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        if rank >= world_size:
-            raise UserError(f"RANK is {rank}, but must be below WORLD_SIZE, which is {world_size}: {start}")
-        return
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun, Open MPI, MPICH and Intel MPI
-        if os.environ.get(name, "1") != "1":
-            raise UserError(f"{name} is {os.environ[name]}, but these tasks would not work together: {start}")
+    expected, problem = ALONE, "but these tasks would not work together"
+    if any(os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")):
+        expected, problem = LAUNCHED, "so the launcher's environment is incomplete"
+    for name, pattern in expected.items():
+        if not re.fullmatch(pattern, value := os.environ.get(name, "")):
+            raise UserError(f"{name} is {value!r}, {problem}: {start}")
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if rank >= world_size:
+        raise UserError(f"RANK is {rank}, but must be below WORLD_SIZE, which is {world_size}: {start}")
 
 
 def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Optimizer:
@@ -453,37 +455,40 @@ def print_on_master(line: str) -> None:
         print_line(line)
 
 
-def log_setup(args: argparse.Namespace, data: TrainingData) -> None:
-    world, device = dist.get_world_size(), get_current_device()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    print_on_master(
-        f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
-        f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
-        f"{world * args.lr:g}, {len(data.loader) * args.batch_size * world:,} images per epoch, seed {args.seed}, "
-        f"colossalai {colossalai.__version__}, torch {torch.__version__}"
-    )
+class Log:
+    """What a run prints about its settings and epochs, and writes for TensorBoard where that is asked for."""
 
+    def __init__(self, args: argparse.Namespace, data: TrainingData, start_epoch: int) -> None:
+        self.num_epochs, self.writer = args.num_epochs, None
+        world, device = dist.get_world_size(), get_current_device()
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        print_on_master(
+            f"{args.plugin} ({'fp32' if args.plugin == 'torch_ddp' else 'fp16'}), {world} process(es) on {name}, "
+            f"batch {world} x {args.batch_size} = {world * args.batch_size}, learning rate {world} x {args.lr:g} = "
+            f"{world * args.lr:g}, {len(data.loader) * args.batch_size * world:,} images per epoch, seed {args.seed}, "
+            f"colossalai {colossalai.__version__}, torch {torch.__version__}"
+        )
+        with agreement("--tensorboard"):
+            if args.tensorboard and dist.get_rank() == 0:
+                try:
+                    from torch.utils.tensorboard import SummaryWriter
+                except ImportError:
+                    raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
+                self.writer = SummaryWriter(args.tensorboard, purge_step=start_epoch + 1)
 
-def report(epoch: int, num_epochs: int, values: dict[str, float], writer: object | None) -> None:
-    """Print the epoch's line, and write its values for TensorBoard."""
-    line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
-    line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
-    print_on_master(f"Epoch [{epoch}/{num_epochs}] {line.format(**values)}")
-    if writer:
-        for name, value in values.items():
-            writer.add_scalar(name, value, epoch)
-        writer.flush()
-
-
-def open_tensorboard(folder: Path | None, start_epoch: int, coordinator: DistCoordinator) -> object | None:
-    """The master's SummaryWriter, where one is asked for."""
-    with agreement("--tensorboard"):
-        if folder and coordinator.is_master():
+    def report(self, epoch: int, values: dict[str, float]) -> None:
+        """Print the epoch's line, and write its values for TensorBoard."""
+        line = "loss {loss:.4f}, learning rate {learning_rate:g}, {images_per_second:,.0f} images/s"
+        line += ", test accuracy {accuracy:.2%}" if "accuracy" in values else ""
+        print_on_master(f"Epoch [{epoch}/{self.num_epochs}] {line.format(**values)}")
+        if self.writer:
             try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-            return SummaryWriter(folder, purge_step=start_epoch + 1)
+                for name, value in values.items():
+                    self.writer.add_scalar(name, value, epoch)
+                self.writer.flush()
+            except OSError as error:  # say a full disk: curves are no reason to lose a training
+                print_line(f"--tensorboard: {first_line(error)}; training goes on without it")
+                self.writer = None
 
 
 def show_progress(batches: list, epoch: int, coordinator: DistCoordinator) -> Iterator:
@@ -537,25 +542,41 @@ def full_precision(boosted: Boosted) -> Iterator[dict[str, Tensor]]:
             tensor.data = own.copy_(tensor.data)  # in the same memory as before, of which the plugins hold views
 
 
-def load_optimizer(boosted: Boosted, path: Path) -> None:
-    """booster.load_optimizer, but for gemini, which cannot load HybridAdam's steps: ints there, tensors here."""
-    if not isinstance(boosted.model, GeminiDDP):
-        boosted.booster.load_optimizer(boosted.optimizer, str(path))
-        return
-    content = read_file(path)
-    for state in content["state"].values():
-        state["step"] = torch.tensor(float(state["step"]))
-    boosted.optimizer.load_state_dict(content)
+def complete_checkpoints(boosted: Boosted) -> None:
+    """Let the booster save and load, in the plugins' own files, all that a resumed run needs.
 
-
-def restore_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: LRScheduler, lr: float) -> None:
-    """After loading, add the settings that the file lacks, and scale the learning rate to this run's.
-
-    HybridAdam and AdamW each save settings that the other one lacks. The learning rate comes with the optimizer's
-    file, and loading the scheduler does not touch it: with another --lr or number of processes the old one would stay.
+    The plugins' files lack the loss scale and fp32 weights (see `full_precision`). HybridAdam and AdamW each save
+    settings that the other one lacks. And gemini cannot load HybridAdam's steps: ints there, tensors here.
     """
+    booster, model, optimizer, _, _ = boosted
+    shapes, scaler = getattr(model.unwrap(), "flat_shapes", None), find_scaler(optimizer)
+    stock_state_dict, stock_load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    def state_dict(*args, **kwargs) -> dict:
+        state = stock_state_dict(*args, **kwargs)
+        state = split_state(state, shapes) if shapes else state
+        return {**state, "grad_scaler": scaler_state(scaler)} if scaler else state
+
+    def load_state_dict(saved: dict) -> None:
+        [group] = saved["param_groups"]
+        states = {i: {**state, "step": torch.tensor(float(state["step"]))} for i, state in saved["state"].items()}
+        state = {"state": states, "param_groups": [{**optimizer.param_groups[0], **group}]}
+        stock_load_state_dict(join_state(state, shapes) if shapes else state)
+        if scaler and not load_scaler(scaler, saved.get("grad_scaler", {})):
+            print_on_master("The checkpoint has no loss scale for this plugin: starting with the initial one")
+
+    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
+    booster.save_model = full_precision(boosted)(booster.save_model)
+    booster.load_model = full_precision(boosted)(booster.load_model)
+    if shapes and isinstance(model, GeminiDDP):
+        model._state_dict_hooks = model.module._state_dict_hooks
+        model._load_state_dict_pre_hooks = model.module._load_state_dict_pre_hooks
+
+
+def scale_learning_rate(optimizer: OptimizerWrapper, lr_scheduler: LRScheduler, lr: float) -> None:
+    """After a resume, scale the learning rate to this run's: with another --lr or number of processes, the old one
+    would stay. It comes with the optimizer's file, and loading the scheduler does not touch it."""
     [group] = optimizer.param_groups
-    group.update({name: value for name, value in settings.items() if name not in group})
     old = lr_scheduler.base_lrs[0]
     if old != lr:
         lr_scheduler.base_lrs, group["initial_lr"], group["lr"] = [lr], lr, group["lr"] * lr / old
@@ -563,7 +584,7 @@ def restore_settings(optimizer: OptimizerWrapper, settings: dict, lr_scheduler: 
 
 
 def find_scaler(optimizer: OptimizerWrapper) -> object | None:
-    """The loss scaler, None for torch_ddp. save_optimizer omits it, and without it a resumed run differs."""
+    """The loss scaler; None for torch_ddp."""
     for name in ("mixed_precision_mixin", "mix_precision_mixin"):  # low_level_zero's and gemini's
         if hasattr(optimizer, name):
             return getattr(optimizer, name).grad_scaler
@@ -578,12 +599,13 @@ def scaler_state(scaler: object) -> dict:
     return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
 
 
-def load_scaler(scaler: object | None, path: Path) -> None:
-    """Restore `scaler_state`. Without a file, or with one of another kind of scaler, the initial scale stays."""
-    state = read_file(path) if scaler and path.exists() else {}
-    if state and state.keys() == scaler_state(scaler).keys():
-        scaler.load_state_dict(state)
-        vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
+def load_scaler(scaler: object, state: dict) -> bool:
+    """Restore `scaler_state`, unless it is empty or another kind of scaler's. Returns whether it was restored."""
+    if state.keys() != scaler_state(scaler).keys():
+        return False
+    scaler.load_state_dict(state)
+    vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
+    return True
 
 
 def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
@@ -618,6 +640,9 @@ def claim(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     lock(folder, wait=False)
+    for path in folder.glob(".model_*.pth"):
+        if path.stem.removeprefix(".model_").isdecimal():  # left by a run that was killed while it saved
+            path.unlink()
 
 
 class RunFailed(UserError):
@@ -626,7 +651,7 @@ class RunFailed(UserError):
     exit_code = 1
 
 
-def adam_state(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
+def adam_moments(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
     """The tensors of Adam's state that this process holds."""
     while isinstance(optimizer, OptimizerWrapper):  # torch_ddp_fp16 has two, one around the other
         optimizer = optimizer.unwrap()
@@ -641,29 +666,14 @@ def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
         raise RunFailed(f"the run diverged: the loss or a weight of epoch {epoch} is not finite; {advice}")
 
 
-@contextmanager
-def saving(folder: Path, epoch: int) -> Iterator[None]:
-    """An agreement on one step of a save. If the step fails anywhere, the master removes this epoch's files."""
-    try:
-        with agreement(f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"):
-            try:
-                yield
-            except (OSError, RuntimeError):
-                if os.statvfs(folder).f_bavail < 256:  # torch.save's own error does not say so
-                    raise OSError("the disk is full") from None
-                raise
-    except UserError:
-        if dist.get_rank() == 0:
-            with suppress(OSError):
-                remove_checkpoint(folder, epoch)
-        raise
-
-
-def remove_checkpoint(folder: Path, epoch: int) -> None:
-    """Remove an epoch's files, the model first: without it there is no checkpoint."""
-    for part in (*PARTS, SCALER, ".model"):
-        (folder / f"{part}_{epoch}.pth").unlink(missing_ok=True)
-        flush_to_disk(folder)
+def make_room(paths: list[Path], model: nn.Module) -> None:
+    """Remove an epoch's files, the model first: without it there is no checkpoint. OSError if new ones will not fit."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+        flush_to_disk(path.parent)
+    needed = 3 * 4 * sum(param.numel() for param in model.parameters())  # weights and Adam's two moments, in fp32
+    if shutil.disk_usage(paths[0].parent).free < needed:  # torch.save's own error does not say so
+        raise OSError("the disk is full")
 
 
 def flush_to_disk(*paths: Path) -> None:
@@ -680,13 +690,60 @@ def flush_to_disk(*paths: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- speed
 
+def flatten_parameters(model: nn.Module) -> None:
+    """Replace a model's parameters by a single one, `flat`, of which its layers get views before each forward pass.
+
+    The two ZeRO plugins and HybridAdam do some dozen things in Python for each parameter in each step, and the GPU
+    waits for them: ResNet-18 has 62. They shard, reduce and update the one as they do the many. In files, it is split.
+    """
+    model.flat_shapes = shapes = {name: param.shape for name, param in model.named_parameters()}
+    owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    for module, name in owners:
+        delattr(module, name)
+    model.register_parameter("flat", flat)
+
+    def set_views(model: nn.Module, inputs: tuple) -> None:
+        for (module, name), view in zip(owners, split_flat(model.flat, shapes)):
+            setattr(module, name, view)
+
+    def split(model: nn.Module, state: dict, *args) -> None:
+        if len(flat := state.pop("flat")):  # in gemini, it is empty on other processes than the master
+            state.update(zip(shapes, split_flat(flat, shapes)))
+
+    def join(state: dict, *args) -> None:
+        state["flat"] = torch.cat([state.pop(name).flatten() for name in shapes])
+
+    model.register_forward_pre_hook(set_views)
+    model._register_state_dict_hook(split)
+    model._register_load_state_dict_pre_hook(join)
+
+
+def split_flat(flat: Tensor, shapes: dict[str, torch.Size]) -> list[Tensor]:
+    """Views of a flat tensor, of these shapes."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return [part.view(shape) for part, shape in zip(parts, shapes.values())]
+
+
+def split_state(state: dict, shapes: dict[str, torch.Size]) -> dict:
+    """Turn an optimizer's state dict of the flat parameter into that of the parameters which it replaced."""
+    [group], flat = state["param_groups"], state["state"].get(0, {})
+    parts = {name: split_flat(value, shapes) for name, value in flat.items() if name != "step"}
+    states = {i: {name: parts[name][i] if name in parts else flat[name] for name in flat} for i in range(len(shapes))}
+    return {"state": copy.deepcopy(states), "param_groups": [{**group, "params": list(states)}]}
+
+
+def join_state(state: dict, shapes: dict[str, torch.Size]) -> dict:
+    """The inverse of `split_state`."""
+    [group], states = state["param_groups"], [state["state"][i] for i in range(len(shapes))]
+    flat = {name: torch.cat([state[name].flatten() for state in states]) for name in states[0] if name != "step"}
+    return {"state": {0: {**flat, "step": states[0]["step"]}}, "param_groups": [{**group, "params": [0]}]}
+
+
 def speed_up(boosted: Boosted) -> None:
     """Cut what Python does in each step besides the model's own work."""
     if isinstance(boosted.optimizer, LowLevelZeroOptimizer):
         batch_overflow_checks(boosted.optimizer)
-        TensorBucket.all_gather = gather_weights
-    if isinstance(boosted.model, GeminiDDP):
-        list_parameters_once(boosted.model.unwrap())
     if isinstance(scaler := find_scaler(boosted.optimizer), DynamicGradScaler):
         for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, reading it would make each step wait twice
             vars(scaler)[name] = vars(scaler)[name].cpu()
@@ -747,29 +804,6 @@ def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
     mixin.check_overflow = check_overflow
     optimizer._unscale_and_clip_grads = unscale
     optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0
-
-
-def gather_weights(bucket: TensorBucket, group: dist.ProcessGroup, fp8_communication: bool = False) -> None:
-    """Copy all updated weights into the model at once. TensorBucket.all_gather copies the 62 of them one by one."""
-    masters, weights = zip(*bucket._write_back_pairs.items())  # this process's shards, and what they are shards of
-    shard = bucket.flatten()
-    shards = shard.new_empty(dist.get_world_size(group) * len(shard))
-    dist.all_gather_into_tensor(shards, shard, group)
-    padded = shards.view(-1, len(shard)).split([master.numel() for master in masters], dim=1)
-    updated = [values.flatten()[: weight.numel()].view_as(weight) for values, weight in zip(padded, weights)]
-    torch._foreach_copy_([weight.data for weight in weights], updated)
-    bucket.empty()
-
-
-def list_parameters_once(module: nn.Module) -> None:
-    """Cache the list of parameters. GeminiDDP searches all modules for them, three times in each step.
-
-    It also looks up an attribute that each one lacks, which is slow: here they get it.
-    """
-    params = list(module.parameters())
-    module.parameters = lambda recurse=True: iter(params)
-    for param in params:
-        param._ddp_to_ignore = False
 
 
 # -------------------------------------------------------------------------------------------------------- entry point

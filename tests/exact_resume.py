@@ -125,8 +125,8 @@ def resume_and_compare(args: argparse.Namespace, plugin: str, seed: int, root: P
     resumed = train(args, plugin, twin, "-n", EPOCHS, "--seed", seed, "-r", RESUME_AT)
     if f"Resuming after epoch {RESUME_AT}, from {twin}" not in resumed:
         raise RuntimeError(f"{plugin} trained afresh where it should have resumed")
-    paths = [whole / f"grad_scaler_{epoch}.pth" for epoch in range(1, EPOCHS + 1)]
-    scales = [float(read(path)["scale"]) for path in paths if path.exists()]
+    optimizers = [read(whole / f"optimizer_{epoch}.pth") for epoch in range(1, EPOCHS + 1)]
+    scales = [float(optimizer["grad_scaler"]["scale"]) for optimizer in optimizers if "grad_scaler" in optimizer]
     return Resumed(whole, output, files_that_differ(EPOCHS, whole, twin), scales)
 
 

@@ -21,7 +21,7 @@ from eval import UserError, build_model, saved_epochs
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with the checkpoints of epochs 2 and 4, as torch_ddp leaves them, and an old loss scale."""
+    """A folder with the checkpoints of epochs 2 and 4, as torch_ddp leaves them."""
     folder = tmp_path_factory.mktemp("saved")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
@@ -33,7 +33,6 @@ def saved(tmp_path_factory) -> Path:
         if epoch % 2 == 0:
             for part, source in zip(train.PARTS, (model, optimizer, scheduler)):
                 torch.save(source.state_dict(), folder / f"{part}_{epoch}.pth")
-    torch.save({"scale": 32.0}, folder / f"{train.SCALER}_4.pth")
     return folder
 
 
@@ -136,10 +135,11 @@ LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "1
     ({**LAUNCHED, "MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
     ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
     ({**LAUNCHED, "RANK": "2"}, "RANK is 2, but must be below WORLD_SIZE, which is 2"),
-    ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
-    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
-    ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+    ({**LAUNCHED, "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
+    ({"LOCAL_WORLD_SIZE": "2"}, "RANK is ''"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is '2'"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is '2'"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE is '2'"),
 ])  # fmt: skip
 def test_part_of_a_launcher_environment(variables, message):
     with mock.patch.dict(os.environ, variables):
@@ -168,10 +168,10 @@ def test_torch_that_cannot_read_what_it_writes(monkeypatch):
 
 def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cuda", device_count=lambda: 2))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "4 processes but 2 GPUs on this machine" in refusal(start)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert start() == 0
+    with mock.patch.dict(os.environ, {**LAUNCHED, "LOCAL_WORLD_SIZE": "4"}):
+        assert "4 processes but 2 GPUs on this machine" in refusal(start)
+    with mock.patch.dict(os.environ, {**LAUNCHED, "LOCAL_WORLD_SIZE": "2"}):
+        assert start() == 0
 
 
 @pytest.mark.parametrize("args, share", [([], 25000), (["--synthetic"], 2000)])
@@ -215,7 +215,7 @@ def test_what_is_no_checkpoint_is_not_counted(checkpoint):
 def test_epoch_that_was_not_saved(checkpoint, tmp_path):
     for function, option in ((start, "-r"), (evaluate, "-e")):
         line = refusal(function, "-c", checkpoint, option, 3, "--synthetic")
-        assert f"{checkpoint / 'model_3.pth'} is missing" in line and line.endswith(": epochs 2, 4")
+        assert f"{checkpoint / 'model_3.pth'} is missing" in line and line.endswith(": [2, 4]")
         line = refusal(function, "-c", tmp_path / "none", option, 3, "--synthetic")
         assert "model_3.pth is missing" in line and line.endswith(": none")
     assert f"no checkpoint in {tmp_path / 'none'}" in refusal(evaluate, "-c", tmp_path / "none", "-e", "latest")
@@ -227,7 +227,7 @@ def test_resume_with_a_missing_or_empty_file(checkpoint, part):
     for spoil in (Path.unlink, Path.touch):
         spoil(checkpoint / f"{part}_4.pth")
         line = refusal(start, "-c", checkpoint, "-r", 4)
-        assert f"{checkpoint / f'{part}_4.pth'} is missing or empty" in line and line.endswith("epochs 2")
+        assert f"{checkpoint / f'{part}_4.pth'} is missing or empty" in line and line.endswith(": [2]")
     assert start("-c", checkpoint, "-r", "latest") == 2  # the newest whole one
 
 
@@ -239,7 +239,7 @@ def test_resume_beyond_num_epochs(checkpoint):
         assert f"--resume {epoch} means epoch 4, beyond --num_epochs 3: raise -n" in line
 
 
-@pytest.mark.parametrize("epoch, later", [("-1", "epochs 2, 4"), ("2", "epochs 4")])
+@pytest.mark.parametrize("epoch, later", [("-1", "epochs [2, 4]"), ("2", "epochs [4]")])
 def test_start_before_later_epochs_says_so(checkpoint, capsys, epoch, later):
     args = train.get_args_parser().parse_args(["-c", str(checkpoint), "-r", epoch, "-i", "0"])
     train.agree_on_start(args, MASTER)
@@ -264,21 +264,25 @@ class Trap:
         return os.mkdir, ("sprung",)
 
 
-@pytest.mark.parametrize("part", [*train.PARTS, train.SCALER])
+NO_CHECKPOINT = "torch.save did not write it, or it carries code)"
+
+
+@pytest.mark.parametrize("part", train.PARTS)
 @pytest.mark.parametrize("spoil, reason", [
     (lambda content: content[: int(0.99 * len(content))], "PytorchStreamReader failed"),
-    (lambda content: b"Not a checkpoint.\n", ""),
+    (lambda content: b"Not a checkpoint.\n", NO_CHECKPOINT),
+    (lambda content: b"learning rate 0.1, epoch 4\n", NO_CHECKPOINT),
+    (lambda content: b"epoch 4\n", NO_CHECKPOINT),
     (lambda content: [1, 2, 3], "it holds a list"),
-    (lambda content: {"state": Trap()}, ""),
-    (lambda content: pickle.dumps({"state": Trap()}, protocol=2), ""),
-], ids=["truncated", "text", "list", "code", "code in an old format"])  # fmt: skip
+    (lambda content: {"state": Trap()}, NO_CHECKPOINT),
+    (lambda content: pickle.dumps({"state": Trap()}, protocol=2), NO_CHECKPOINT),
+], ids=["truncated", "text", "words", "a word", "list", "code", "code in an old format"])  # fmt: skip
 def test_file_that_cannot_be_read(checkpoint, part, spoil, reason):
     path = checkpoint / f"{part}_4.pth"
     replace(path, spoil(path.read_bytes()))
-    read = (train.load_scaler, object(), path) if part == train.SCALER else (start, "-c", checkpoint, "-r", "latest")
-    line = refusal(*read)
+    line = refusal(start, "-c", checkpoint, "-r", "latest")
     assert f"{path} cannot be read: it is truncated, or not a checkpoint of this example ({reason}" in line
-    assert line.endswith("Others in that folder: epochs 2")
+    assert line.endswith("Other epochs in that folder: [2]")
     if part == "model":
         assert line == refusal(evaluate, "-c", checkpoint, "-e", "latest", "--synthetic")
 
@@ -289,17 +293,18 @@ def with_first(convert):
 
 
 @pytest.mark.parametrize("how, problem", [
-    (lambda state: {f"module.{name}": state[name] for name in state}, "begins with module.conv1.weight"),
-    (lambda state: {**state, "epoch": torch.tensor(4)}, "has epoch"),
-    (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked"),
-    (lambda state: resnet34(num_classes=10).state_dict(), "has layer1.2.conv1.weight"),
+    (lambda state: {f"module.{name}": state[name] for name in state}, "first entry is module.conv1.weight"),
+    (lambda state: {**state, "epoch": torch.tensor(4)}, "epoch is (), torch.int64, torch.strided, not absent"),
+    (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked is absent"),
+    (lambda state: resnet34(num_classes=10).state_dict(), "layer1.2.conv1.weight is (64, 64, 3, 3)"),
     (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
-    (with_first(torch.Tensor.int), "conv1.weight is torch.int32"),
-    (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is torch.complex64"),
-    (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), torch.sparse_coo"),
-    (with_first(lambda weight: weight.to("meta")), "conv1.weight is (64, 3, 7, 7), torch.strided, on meta"),
+    (with_first(torch.Tensor.int), "conv1.weight is (64, 3, 7, 7), torch.int32"),
+    (with_first(lambda weight: weight.to(torch.complex64)), "conv1.weight is (64, 3, 7, 7), torch.complex64"),
+    (with_first(torch.Tensor.to_sparse), "conv1.weight is (64, 3, 7, 7), floating, torch.sparse_coo"),
+    (with_first(lambda weight: weight.to("meta")), "conv1.weight is not finite"),
     (with_first(lambda weight: weight.index_fill(0, torch.tensor(3), torch.nan)), "conv1.weight is not finite"),
     (lambda state: {**state, "bn1.running_var": torch.full((64,), torch.inf)}, "bn1.running_var is not finite"),
+    (lambda state: {**state, "bn1.running_var": torch.full((64,), -0.1)}, "bn1.running_var is negative"),
 ])  # fmt: skip
 def test_model_file_that_does_not_fit(checkpoint, how, problem):
     path = checkpoint / "model_4.pth"
@@ -317,7 +322,7 @@ def with_state(index: int, **values):
 @pytest.mark.parametrize("part, how, problem", [
     ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
     ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
-    ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,)"),
+    ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,), floating, torch.strided, not (64,)"),
     ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
     ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
     ("lr_scheduler", lambda _: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
@@ -336,7 +341,7 @@ def test_other_file_that_does_not_fit(checkpoint, part, how, problem):
     ("train.py", [], {"MASTER_ADDR": ""}, f"MASTER_ADDR is '', so the launcher's environment is incomplete: {START}"),
     ("eval.py", ["-p", "gemini"], {}, "unrecognized arguments: -p gemini"),
     ("eval.py", ["-e", "newest"], {}, "argument -e/--epoch: 'newest' is neither an epoch number nor 'latest'"),
-    ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Saved in that folder (-c): none"),
+    ("eval.py", ["-c", "none", "-e", 7], {}, "none/model_7.pth is missing or empty. Epochs in that folder (-c): none"),
 ])  # fmt: skip
 def test_refusal_is_one_line_and_exit_code_2(script, args, env, message):
     result = run(1, *args, script=script, env=env, cwd=Path.cwd())
