@@ -20,7 +20,6 @@ import functools
 import gc
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -28,7 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +38,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -89,7 +87,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def check_args(args: argparse.Namespace) -> None:
     """Raise UserError for arguments that cannot work, before any process connects; touch nothing."""
     on_cpu = get_accelerator().name == "cpu"
-    processes, world_size = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    processes, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     gpus = processes if on_cpu else get_accelerator().device_count()  # a CPU takes any number
     share = (SYNTHETIC_TRAIN_IMAGES if args.synthetic else TRAIN_IMAGES) // world_size
     for wrong, message in [
@@ -111,10 +109,7 @@ def check_args(args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------------- processes
 
 def launch(seed: int) -> DistCoordinator:
-    """Join the processes that the launcher started, or run alone without one. All get the same seed."""
-    if not os.environ.get("LOCAL_RANK"):
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
+    """Join the processes that the launcher started. All get the same seed."""
     try:
         colossalai.launch_from_torch(seed=seed, verbose=False)
         dist.all_reduce(torch.zeros((), device=get_current_device()))  # connects now, not in the first step
@@ -240,16 +235,14 @@ def build_booster(name: str) -> Booster:
 
 def boost(args: argparse.Namespace, booster: Booster, coordinator: DistCoordinator) -> Boosted:
     model = build_model().to(get_current_device())
-    if args.plugin in ("low_level_zero", "gemini"):
-        flatten_parameters(model)  # optional, for speed: one parameter for these plugins' loops in Python
+    if get_accelerator().name != "cpu":
+        flatten_parameters(model)  # optional, for speed: into one, since the plugins loop over all of them in Python
     optimizer = build_optimizer(model, args.plugin, args.lr * coordinator.world_size)  # HybridAdam, where it compiles
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
     model, optimizer, criterion, _, lr_scheduler = booster.boost(
         model, optimizer, criterion=nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler
     )
-    boosted = Boosted(booster, model, optimizer, criterion, lr_scheduler)
-    complete_checkpoints(boosted)  # or a resumed run would continue from rounded weights and another loss scale
-    return boosted
+    return Boosted(booster, model, optimizer, criterion, lr_scheduler)
 
 
 def train_one_epoch(epoch: int, seed: int, data: TrainingData, boosted: Boosted, coordinator: DistCoordinator) -> dict:
@@ -340,8 +333,9 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
     model_file, optimizer_file, scheduler_file = (folder / f"{part}_{epoch}.pth" for part in PARTS)
     unfinished, is_master = folder / f".model_{epoch}.pth", coordinator.is_master()
     problem = f"epoch {epoch} could not be saved in {folder} (other checkpoints are intact)"
+    moments = [value for state in lr_scheduler.optimizer.state.values() for value in state.values()]
     with agreement("the weights"):
-        check_finite(folder, epoch, *model.parameters(), *model.buffers(), *adam_moments(optimizer))
+        check_finite(folder, epoch, *model.parameters(), *model.buffers(), *moments)
     with agreement(problem):
         if is_master:
             make_room([model_file, optimizer_file, scheduler_file], model)  # so that the files of two runs never mix
@@ -360,7 +354,7 @@ def save_checkpoint(folder: Path, epoch: int, boosted: Boosted, coordinator: Dis
 
 def main() -> None:
     args = get_args_parser().parse_args()
-    check_environment()
+    prepare_environment()
     check_args(args)
 
     coordinator = launch(args.seed)
@@ -374,6 +368,7 @@ def main() -> None:
     log = Log(args, data, start_epoch)
 
     boosted = boost(args, booster, coordinator)
+    complete_checkpoints(boosted)  # or a resumed run would go on from rounded weights and another loss scale
     warm_up(args, boosted)  # exactness and speed; before `resume`, since it resets BatchNorm's statistics
     resume(args, start_epoch, boosted, coordinator)
     speed_up(boosted)  # optional
@@ -405,24 +400,29 @@ def main() -> None:
 
 # -------------------------------------------------------------------------------------------------------- environment
 
-# What a launcher sets, as regular expressions, and how many tasks srun, Open MPI, MPICH and Intel MPI say they started
-LAUNCHED = {**dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), r"\d+"), "MASTER_ADDR": ".+"}
-LAUNCHED["LOCAL_WORLD_SIZE"] = r"\d*"
-ALONE = dict.fromkeys(("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "1?")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, Open MPI, and MPICH or Intel MPI
 
 
-def check_environment() -> None:
-    """Raise UserError where launch_from_torch would fail or hang, or several tasks would each start their own run."""
+def prepare_environment() -> None:
+    """See that launch_from_torch finds the variables that it reads. Without a launcher, set them for one process.
+
+    UserError where it would fail or hang, or where several tasks would each start a run of their own.
+    """
     if torch.__version__ < (2, 4):  # ColossalAI allows 2.2, whose weights_only=True refuses MultiStepLR's Counter
         raise UserError(f"torch {torch.__version__} cannot read a scheduler's file safely: install torch 2.4 or newer")
     start = "start with torchrun or colossalai run; under Slurm with srun torchrun"
-    expected, problem = ALONE, "but these tasks would not work together"
-    if any(os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")):
-        expected, problem = LAUNCHED, "so the launcher's environment is incomplete"
-    for name, pattern in expected.items():
-        if not re.fullmatch(pattern, value := os.environ.get(name, "")):
-            raise UserError(f"{name} is {value!r}, {problem}: {start}")
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not any(os.environ.get(name) for name in LAUNCHER_VARIABLES[:4]):
+        for name in TASK_COUNTS:
+            if os.environ.get(name, "1") != "1":
+                raise UserError(f"{name} is {os.environ[name]}, but these tasks would not work together: {start}")
+        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", str(get_free_port()), "127.0.0.1")))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")  # launch_from_torch does without
+    for name in LAUNCHER_VARIABLES:
+        value = os.environ.get(name, "")
+        if not (value.isdecimal() or value and name == "MASTER_ADDR"):
+            raise UserError(f"{name} is {value!r}, so the launcher's environment is incomplete: {start}")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= world_size:
         raise UserError(f"RANK is {rank}, but must be below WORLD_SIZE, which is {world_size}: {start}")
 
@@ -438,7 +438,7 @@ def build_optimizer(model: nn.Module, plugin: str, lr: float) -> torch.optim.Opt
             if plugin == "gemini":
                 raise UserError(f"{problem}. gemini works with no other optimizer: {toolkit}") from None
             print_on_master(f"{problem}. AdamW instead, the same update, slower; or {toolkit}")
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0, fused=True)
 
 
 class CpuDDPPlugin(TorchDDPPlugin):
@@ -551,19 +551,26 @@ def complete_checkpoints(boosted: Boosted) -> None:
     booster, model, optimizer, _, _ = boosted
     shapes, scaler = getattr(model.unwrap(), "flat_shapes", None), find_scaler(optimizer)
     stock_state_dict, stock_load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+    counters = [name for name in ("_growth_step", "_hysteresis_step") if hasattr(scaler, name)]
+
+    def scaler_state() -> dict:
+        return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in counters}}
 
     def state_dict(*args, **kwargs) -> dict:
         state = stock_state_dict(*args, **kwargs)
         state = split_state(state, shapes) if shapes else state
-        return {**state, "grad_scaler": scaler_state(scaler)} if scaler else state
+        return {**state, "grad_scaler": scaler_state()} if scaler else state
 
     def load_state_dict(saved: dict) -> None:
         [group] = saved["param_groups"]
         states = {i: {**state, "step": torch.tensor(float(state["step"]))} for i, state in saved["state"].items()}
         state = {"state": states, "param_groups": [{**optimizer.param_groups[0], **group}]}
         stock_load_state_dict(join_state(state, shapes) if shapes else state)
-        if scaler and not load_scaler(scaler, saved.get("grad_scaler", {})):
-            print_on_master("The checkpoint has no loss scale for this plugin: starting with the initial one")
+        if scaler and saved.get("grad_scaler", {}).keys() == scaler_state().keys():
+            scaler.load_state_dict(saved["grad_scaler"])
+            vars(scaler).update({name: saved["grad_scaler"][name] for name in counters})
+        elif scaler:
+            print_on_master("The checkpoint has no loss scale of this plugin's kind: starting with the initial one")
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     booster.save_model = full_precision(boosted)(booster.save_model)
@@ -574,8 +581,10 @@ def complete_checkpoints(boosted: Boosted) -> None:
 
 
 def scale_learning_rate(optimizer: OptimizerWrapper, lr_scheduler: LRScheduler, lr: float) -> None:
-    """After a resume, scale the learning rate to this run's: with another --lr or number of processes, the old one
-    would stay. It comes with the optimizer's file, and loading the scheduler does not touch it."""
+    """After a resume, scale the learning rate to this run's, whose --lr or number of processes may be another.
+
+    It comes with the optimizer's file, and loading the scheduler does not touch it: the old one would stay.
+    """
     [group] = optimizer.param_groups
     old = lr_scheduler.base_lrs[0]
     if old != lr:
@@ -589,48 +598,6 @@ def find_scaler(optimizer: OptimizerWrapper) -> object | None:
         if hasattr(optimizer, name):
             return getattr(optimizer, name).grad_scaler
     return getattr(optimizer, "scaler", None)  # torch_ddp_fp16's
-
-
-COUNTERS = ("_growth_step", "_hysteresis_step")  # of ColossalAI's DynamicGradScaler
-
-
-def scaler_state(scaler: object) -> dict:
-    """The whole state of a loss scaler. ColossalAI's state_dict omits the counters that decide its next change."""
-    return {**scaler.state_dict(), **{name: vars(scaler)[name] for name in COUNTERS if name in vars(scaler)}}
-
-
-def load_scaler(scaler: object, state: dict) -> bool:
-    """Restore `scaler_state`, unless it is empty or another kind of scaler's. Returns whether it was restored."""
-    if state.keys() != scaler_state(scaler).keys():
-        return False
-    scaler.load_state_dict(state)
-    vars(scaler).update({name: state[name] for name in COUNTERS if name in state})
-    return True
-
-
-def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
-    """For DDP, run two steps without an update, to settle its buckets; capture CUDA graphs; undo the side effects.
-
-    DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
-    sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
-    """
-    plugin, model, is_cuda = boosted.booster.plugin, boosted.model, get_accelerator().name == "cuda"
-    if isinstance(plugin, TorchDDPPlugin):
-        ddp = next(module for module in model.modules() if isinstance(module, DistributedDataParallel))
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # faster: divides buckets, not gradients
-        for _ in range(2):  # the second one uses the new buckets
-            model(torch.zeros(args.batch_size, 3, 32, 32, device=get_current_device())).sum().backward()
-    if is_cuda:
-        try:
-            with agreement("No CUDA graph, so slower"):
-                capture_forward_and_backward(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
-        except UserError as problem:
-            vars(model.unwrap()).pop("forward", None)  # back to the class's own
-            print_on_master(str(problem))
-    model.zero_grad()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            module.reset_running_stats()
 
 
 # ---------------------------------------------------------------------------------------------------- safe checkpoints
@@ -649,13 +616,6 @@ class RunFailed(UserError):
     """Training diverged, or ended below --target_acc."""
 
     exit_code = 1
-
-
-def adam_moments(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> list[Tensor]:
-    """The tensors of Adam's state that this process holds."""
-    while isinstance(optimizer, OptimizerWrapper):  # torch_ddp_fp16 has two, one around the other
-        optimizer = optimizer.unwrap()
-    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
 def check_finite(folder: Path, epoch: int, *values: float | Tensor) -> None:
@@ -693,47 +653,49 @@ def flush_to_disk(*paths: Path) -> None:
 def flatten_parameters(model: nn.Module) -> None:
     """Replace a model's parameters by a single one, `flat`, of which its layers get views before each forward pass.
 
-    The two ZeRO plugins and HybridAdam do some dozen things in Python for each parameter in each step, and the GPU
-    waits for them: ResNet-18 has 62. They shard, reduce and update the one as they do the many. In files, it is split.
+    The plugins and HybridAdam do up to some dozen things in Python for each parameter in each step, and the GPU waits
+    for them: ResNet-18 has 62. They shard, reduce and update the one as they do the many. Files hold the many.
     """
-    model.flat_shapes = shapes = {name: param.shape for name, param in model.named_parameters()}
-    owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
-    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in model.parameters()]))
-    for module, name in owners:
-        delattr(module, name)
-    model.register_parameter("flat", flat)
+    names, params = zip(*model.named_parameters())
+    owners, shapes = [name.rpartition(".")[::2] for name in names], [param.shape for param in params]
+    for path, attribute in owners:
+        delattr(model.get_submodule(path), attribute)
+        model.get_submodule(path).affine = False  # TorchDDPPlugin converts BatchNorm, and would copy its parameters
+    model.register_parameter("flat", nn.Parameter(torch.cat([param.detach().flatten() for param in params])))
+    model.flat_shapes, plain_forward = shapes, model.forward
 
-    def set_views(model: nn.Module, inputs: tuple) -> None:
-        for (module, name), view in zip(owners, split_flat(model.flat, shapes)):
-            setattr(module, name, view)
+    def forward(images: Tensor) -> Tensor:
+        for (path, attribute), view in zip(owners, split_flat(model.flat, shapes)):
+            vars(model.get_submodule(path))[attribute] = view  # not setattr: SyncBatchNorm takes parameters only
+        return plain_forward(images)
 
     def split(model: nn.Module, state: dict, *args) -> None:
         if len(flat := state.pop("flat")):  # in gemini, it is empty on other processes than the master
-            state.update(zip(shapes, split_flat(flat, shapes)))
+            state.update(zip(names, split_flat(flat, shapes)))
 
     def join(state: dict, *args) -> None:
-        state["flat"] = torch.cat([state.pop(name).flatten() for name in shapes])
+        state["flat"] = torch.cat([state.pop(name).flatten() for name in names])
 
-    model.register_forward_pre_hook(set_views)
+    model.forward = forward
     model._register_state_dict_hook(split)
     model._register_load_state_dict_pre_hook(join)
 
 
-def split_flat(flat: Tensor, shapes: dict[str, torch.Size]) -> list[Tensor]:
+def split_flat(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """Views of a flat tensor, of these shapes."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return [part.view(shape) for part, shape in zip(parts, shapes.values())]
+    return [part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes)]
 
 
-def split_state(state: dict, shapes: dict[str, torch.Size]) -> dict:
+def split_state(state: dict, shapes: list[torch.Size]) -> dict:
     """Turn an optimizer's state dict of the flat parameter into that of the parameters which it replaced."""
-    [group], flat = state["param_groups"], state["state"].get(0, {})
-    parts = {name: split_flat(value, shapes) for name, value in flat.items() if name != "step"}
-    states = {i: {name: parts[name][i] if name in parts else flat[name] for name in flat} for i in range(len(shapes))}
-    return {"state": copy.deepcopy(states), "param_groups": [{**group, "params": list(states)}]}
+    [group], flat = state["param_groups"], state["state"].get(0, {})  # empty on a process that saves nothing
+    columns = {name: [part.clone() for part in split_flat(flat[name], shapes)] for name in flat if name != "step"}
+    columns |= {"step": [torch.tensor(float(flat["step"])) for _ in shapes]} if flat else {}
+    states = [dict(zip(columns, row)) for row in zip(*columns.values())]
+    return {"state": dict(enumerate(states)), "param_groups": [{**group, "params": list(range(len(shapes)))}]}
 
 
-def join_state(state: dict, shapes: dict[str, torch.Size]) -> dict:
+def join_state(state: dict, shapes: list[torch.Size]) -> dict:
     """The inverse of `split_state`."""
     [group], states = state["param_groups"], [state["state"][i] for i in range(len(shapes))]
     flat = {name: torch.cat([state[name].flatten() for state in states]) for name in states[0] if name != "step"}
@@ -742,8 +704,6 @@ def join_state(state: dict, shapes: dict[str, torch.Size]) -> dict:
 
 def speed_up(boosted: Boosted) -> None:
     """Cut what Python does in each step besides the model's own work."""
-    if isinstance(boosted.optimizer, LowLevelZeroOptimizer):
-        batch_overflow_checks(boosted.optimizer)
     if isinstance(scaler := find_scaler(boosted.optimizer), DynamicGradScaler):
         for name in ("_scale", "_min_scale", "_max_scale"):  # on the GPU, reading it would make each step wait twice
             vars(scaler)[name] = vars(scaler)[name].cpu()
@@ -752,8 +712,31 @@ def speed_up(boosted: Boosted) -> None:
     gc.freeze()  # or each of the many collections would visit what the imports created
 
 
-def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast: bool) -> None:
-    """Let the boosted model replay its forward and backward passes as CUDA graphs.
+def warm_up(args: argparse.Namespace, boosted: Boosted) -> None:
+    """On a GPU, let the model replay its forward and backward passes as CUDA graphs; on a CPU, settle DDP's buckets.
+
+    DDP arranges the buckets anew after its first step, and their layout decides in which order three or more processes
+    sum a gradient. Without this, the first step after a resume would differ from the uninterrupted run's.
+    """
+    module = boosted.model.unwrap()
+    if get_accelerator().name == "cuda":
+        try:
+            with agreement("No CUDA graph, so slower"):
+                replay = capture_forward_and_backward(boosted.model, args)
+            module.forward = replay  # always in training mode and at this batch size: evaluate builds its own model
+        except UserError as problem:
+            print_on_master(str(problem))
+    if get_accelerator().name == "cpu":
+        for _ in range(2):  # the second one uses the new buckets
+            boosted.model(torch.zeros(2, 3, 32, 32)).sum().backward()
+        boosted.model.zero_grad()
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase):
+            layer.reset_running_stats()
+
+
+def capture_forward_and_backward(model: ModelWrapper, args: argparse.Namespace) -> Callable[[Tensor], Tensor]:
+    """A forward pass that replays itself, and then its backward pass, as CUDA graphs.
 
     A step of this model launches hundreds of small kernels, and gemini runs hooks around each operator; a graph is one
     launch, and one operator. The plugins see its gradients as usual.
@@ -764,17 +747,14 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
         raise RuntimeError("gemini does not keep all parameters of this model gathered")
     # The same memory under other names: on the parameters themselves, the capture would run the plugins' hooks
     aliases = [param.detach().as_subclass(Tensor).requires_grad_() for param in params]
-    for alias, param in zip(aliases, params):
-        if param.grad is not None:  # a view of DDP's bucket: the graph is to write the gradient there
-            alias.register_hook(param.grad.copy_)
-    sample = torch.zeros(batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
+    sample = torch.zeros(args.batch_size, 3, 32, 32, dtype=aliases[0].dtype, device=aliases[0].device)
     plain = copy.copy(module)  # shares the layers, and keeps the original forward
 
     def run_plain(images: Tensor, *weights: Tensor) -> Tensor:
         return torch.func.functional_call(plain, dict(zip(names, weights)), (images,))
 
     # autocast's cache would keep what the warm-up cast, and the graph would never cast again
-    with get_accelerator().autocast(enabled=autocast, cache_enabled=False):
+    with get_accelerator().autocast(enabled=args.plugin == "torch_ddp_fp16", cache_enabled=False):
         graphed = torch.cuda.make_graphed_callables(run_plain, (sample, *aliases))
 
     def replay(images: Tensor) -> Tensor:
@@ -782,28 +762,7 @@ def capture_forward_and_backward(model: ModelWrapper, batch_size: int, autocast:
             return torch.overrides.handle_torch_function(graphed, params, images, *params)
         return graphed(images, *params)
 
-    module.forward = replay  # always in training mode and at this batch size: evaluate builds a model of its own
-
-
-def batch_overflow_checks(optimizer: LowLevelZeroOptimizer) -> None:
-    """Check and unscale all gradients at once. LowLevelZeroOptimizer does it one by one, and waits for each.
-
-    It also computes the gradients' norm, as slowly, for clipping, which is off.
-    """
-    mixin, one = optimizer.mixed_precision_mixin, torch.ones((), device=get_current_device())
-
-    def check_overflow() -> bool:
-        overflow, grads = torch.zeros_like(one), optimizer.get_working_grads_by_group_id(0)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, one)  # by one: only checks
-        dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        return bool(overflow)
-
-    def unscale(grads: list[Tensor], total_norm: float) -> None:
-        torch._foreach_mul_(grads, 1 / mixin.get_grad_div_scale())
-
-    mixin.check_overflow = check_overflow
-    optimizer._unscale_and_clip_grads = unscale
-    optimizer._compute_grad_norm = lambda *args, **kwargs: 0.0
+    return replay
 
 
 # -------------------------------------------------------------------------------------------------------- entry point

@@ -31,8 +31,8 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
-from colossalai.zero.low_level.bookkeeping import TensorBucket
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
 from torchvision import transforms
 from torchvision.datasets import CIFAR10
 
@@ -42,7 +42,6 @@ from train import print_on_master
 ON_GPU = torch.cuda.is_available()
 WARM_UP_STEPS, SEGMENTS = 20, 5
 ACCURACY_WORKERS = 4  # processes that load images for --train_stock: they change how long it takes, and the draws
-STOCK_ALL_GATHER = TensorBucket.all_gather
 TRANSFORM = transforms.Compose(
     [transforms.Pad(4), transforms.RandomHorizontalFlip(), transforms.RandomCrop(32), transforms.ToTensor()]
 )
@@ -52,7 +51,6 @@ def as_stock(stock: bool) -> None:
     """Undo, or restore, what train.py sets for the whole process."""
     torch.backends.cudnn.deterministic = not stock
     torch.autograd.set_multithreading_enabled(stock)
-    TensorBucket.all_gather = STOCK_ALL_GATHER if stock else train.gather_weights
     gc.unfreeze() if stock else gc.freeze()
 
 
@@ -68,10 +66,15 @@ class Stock:
         loading = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True, "num_workers": workers}
         self.loader = plugin.prepare_dataloader(images, **loading)
         self.loader.worker_init_fn = None  # the plugin's seeds all workers alike, and alike in each epoch
-        self.boosted = train.boost(args, booster, coordinator)
+        model = build_model().to(get_current_device())
+        optimizer = train.build_optimizer(model, args.plugin, args.lr * coordinator.world_size)
+        lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
+        boosted = booster.boost(model, optimizer, nn.CrossEntropyLoss(), lr_scheduler=lr_scheduler)
+        model, optimizer, criterion, _, lr_scheduler = boosted
+        self.boosted = train.Boosted(booster, model, optimizer, criterion, lr_scheduler)
 
     def train(self, epoch: int, steps: int) -> dict:
-        """Train in the same order in each epoch, as the reference example does. Returns what train.report prints."""
+        """Train in the same order in each epoch, as the reference example does. Returns what train.Log reports."""
         as_stock(True)
         booster, model, optimizer, criterion, _ = self.boosted
         start, device, losses = time.time(), get_current_device(), []
@@ -153,14 +156,14 @@ def train_stock(args: argparse.Namespace, coordinator: DistCoordinator) -> None:
     """Train the stock path for args.num_epochs, and print what train.py prints."""
     stock = Stock(args, coordinator, ACCURACY_WORKERS)
     test_images, test_labels = load_data(train=False, synthetic=False)
-    train.log_setup(args, stock)
+    log = train.Log(args, stock, start_epoch=0)
     for epoch in range(1, args.num_epochs + 1):
         values = stock.train(epoch, len(stock.loader))
         values["loss"] = statistics.mean(train.gather(values["loss"]))
         stock.boosted.lr_scheduler.step()
         if epoch == args.num_epochs or epoch % 5 == 0:
             values["accuracy"] = train.evaluate(stock.boosted, test_images, test_labels, coordinator)
-        train.report(epoch, args.num_epochs, values, None)
+        log.report(epoch, values)
     print_on_master(accuracy_line(values["accuracy"]))
 
 
@@ -204,6 +207,7 @@ def main() -> None:
     options = get_args_parser().parse_args()
     settings = f"-i 0 --batch_size {options.batch_size} --seed {options.seed} -n {options.train_stock or 1}".split()
     all_args = [train.get_args_parser().parse_args(["-p", plugin, *settings]) for plugin in options.plugins]
+    train.prepare_environment()
     coordinator = train.launch(options.seed)
     fetch_data()
     if options.train_stock:

@@ -60,6 +60,7 @@ def job(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(train, "get_accelerator", lambda: SimpleNamespace(name="cpu"))
     monkeypatch.setattr(train, "gather", lambda value: [value])
     monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 1)
 
 
 MASTER = SimpleNamespace(is_master=lambda: True)
@@ -73,8 +74,9 @@ def listing() -> list:
 def start(*args) -> int:
     """What train.py does with its arguments before it writes anything. Returns the epoch to resume from."""
     parsed = train.get_args_parser().parse_args([str(arg) for arg in args])
-    train.check_environment()
-    train.check_args(parsed)
+    with mock.patch.dict(os.environ):
+        train.prepare_environment()
+        train.check_args(parsed)
     return train.find_checkpoint(parsed)
 
 
@@ -105,6 +107,8 @@ def refusal(function, *args) -> str:
     (["--resume", "newest"], "--resume: 'newest' is neither an epoch number nor 'latest'"),
     (["--plugin", "ddp"], "invalid choice: 'ddp'"),
     (["-p", "gemini"], "-p gemini runs on CUDA and NPU only; use -p torch_ddp here"),
+    (["-c", ""], "-c/--checkpoint: the folder has no name"),
+    (["--tensorboard="], "--tensorboard: the folder has no name"),
 ])  # fmt: skip
 def test_wrong_argument(args, message):
     assert message in refusal(start, *args)
@@ -137,9 +141,9 @@ LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "1
     ({**LAUNCHED, "RANK": "2"}, "RANK is 2, but must be below WORLD_SIZE, which is 2"),
     ({**LAUNCHED, "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
     ({"LOCAL_WORLD_SIZE": "2"}, "RANK is ''"),
-    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is '2'"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is '2'"),
-    ({"PMI_SIZE": "2"}, "PMI_SIZE is '2'"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is 2"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
 ])  # fmt: skip
 def test_part_of_a_launcher_environment(variables, message):
     with mock.patch.dict(os.environ, variables):
@@ -182,13 +186,18 @@ def test_batch_larger_than_a_share(args, share):
     assert f"--batch_size must be {share} or less, a process's share" in line
 
 
+def open_log(tensorboard: Path) -> train.Log:
+    args = train.get_args_parser().parse_args(["--tensorboard", str(tensorboard)])
+    return train.Log(args, SimpleNamespace(loader=[]), start_epoch=0)
+
+
 def test_tensorboard_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # now importing it raises ImportError
-    assert "pip install tensorboard" in refusal(train.open_tensorboard, tmp_path / "curves", 0, MASTER)
+    assert "pip install tensorboard" in refusal(open_log, tmp_path / "curves")
     package = SimpleNamespace(SummaryWriter=lambda folder, purge_step: os.makedirs(folder, exist_ok=True))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in refusal(train.open_tensorboard, tmp_path / "file", 0, MASTER)
+    assert str(tmp_path / "file") in refusal(open_log, tmp_path / "file")
 
 
 def test_checkpoint_folder_that_cannot_be_written(tmp_path):
