@@ -33,6 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch reads it; importing colossalai would start workers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # colossalai's imports would start workers, never used here
 warnings.filterwarnings("ignore", module="colossalai")  # on import it recommends optional packages, in every process
 warnings.filterwarnings("ignore", module="torch.autograd.graph")  # newer torch, about streams during graph capture
 import colossalai

@@ -124,6 +124,30 @@ def is_running(word: str) -> bool:
     return word in "".join(commands)
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process and its threads have started."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for part in lists for child in part]
+
+
+@pytest.mark.parametrize("script", ["train", "eval"])
+def test_import_starts_no_process(script):
+    """With its default of compile threads, torch starts workers when colossalai imports bitsandbytes."""
+    code = f"import {script}, time; time.sleep(1); print('imported', flush=True); time.sleep(60)"
+    job = start(1, launcher="python", launcher_args=["-c", code])
+    job.wait_for("imported")
+    assert children(job.processes[0].pid) == []
+    job.kill()
+
+
+def test_job_has_no_other_processes():
+    job = start(2, *SETTINGS, launcher="torchrun")
+    job.wait_for("2 process(es)")
+    ranks = children(job.processes[0].pid)
+    assert len(ranks) == 2 and not any(map(children, ranks))
+    job.kill()
+
+
 @pytest.mark.parametrize("launcher, sent", [("torchrun", signal.SIGINT), ("colossalai", signal.SIGTERM)])
 def test_signal_to_the_job(tmp_path, launcher, sent):
     """Ctrl-C at a terminal, and what a scheduler sends: both go to the launcher's process group."""

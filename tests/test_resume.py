@@ -9,7 +9,7 @@ from pathlib import Path
 import exact_resume
 import pytest
 import torch
-from exact_resume import PLUGINS, copy_epoch, files_that_differ, read, resume_and_compare
+from exact_resume import PLUGINS, copy_epoch, files_that_differ, is_same, read, resume_and_compare
 from helpers import accuracy, run
 from torchvision.models import resnet18
 
@@ -114,26 +114,40 @@ def test_resume_on_fewer_processes(runs, folder):
     assert read(folder / "lr_scheduler_21.pth")["base_lrs"] == [0.001]
 
 
-def test_checkpoint_of_the_reference_example(runs, folder):
-    """No loss scale; low_level_zero's own saving writes the model in fp16."""
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_checkpoints_cross_to_the_reference_example_and_back(runs, folder, plugin):
+    """Its files have no loss scale, and low_level_zero's own saving writes the model in fp16."""
     copy_epoch(2, runs(2, "low_level_zero").folder, folder)
-    optimizer = read(folder / "optimizer_2.pth")
-    del optimizer["grad_scaler"]
-    torch.save(optimizer, folder / "optimizer_2.pth")
-    state = read(folder / "model_2.pth")
-    half = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
-    torch.save(half, folder / "model_2.pth")
-    assert "Accuracy" in run(1, "-c", folder, "-e", 2, "--synthetic", script="eval.py").output
-    for epoch, plugin in [(2, "low_level_zero"), (3, "torch_ddp")]:
-        assert f"Resuming after epoch {epoch}" in train(2, plugin, folder, "-n", epoch + 1, "-r", epoch)
-        check_model_file(folder / f"model_{epoch + 1}.pth")
+    result = run(1, plugin, folder, 2, script="tests/reference.py", planted=["double"])
+    assert result.returncode == 0, result.output
+    before, after = (read(folder / f"optimizer_{epoch}.pth") for epoch in (2, 3))
+    assert "grad_scaler" in before and "grad_scaler" not in after
+    for old, new in zip(before["state"].values(), after["state"].values(), strict=True):
+        assert float(old["step"]) == float(new["step"]) == 4
+        assert is_same([old[name] for name in ("exp_avg", "exp_avg_sq")], [new[name] for name in ("exp_avg", "exp_avg_sq")])
+    assert "Accuracy" in run(1, "-c", folder, "-e", 3, "--synthetic", script="eval.py").output
+    output = train(2, plugin, folder, "-n", 4, "-r", 3)
+    assert "Resuming after epoch 3" in output
+    assert ("has no loss scale of this plugin's kind" in output) == (plugin != "torch_ddp")
+    check_model_file(folder / "model_4.pth")
+
+
+def test_plain_torch_loads_the_optimizer_file(runs):
+    """Each parameter counts its own steps."""
+    model = resnet18(num_classes=10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    content = read(runs(2, "low_level_zero").folder / "optimizer_3.pth")
+    optimizer.load_state_dict(content)
+    model(torch.rand(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {7}
 
 
 def test_unfinished_save_is_ignored_and_replaced(runs, folder):
     whole = runs(2, "torch_ddp").folder
     copy_epoch(2, whole, folder)
-    for name in ("optimizer_3.pth", ".model_3.pth"):
+    for name in ("optimizer_3.pth", ".model_3.pth", ".model_9.pth", ".model_best.pth"):
         (folder / name).write_bytes(b"half")
     assert "Resuming after epoch 2" in train(2, "torch_ddp", folder, "-n", 3, "-r", "latest")
     assert not files_that_differ(3, whole, folder)
-    assert not list(folder.glob(".*"))
+    assert [path.name for path in folder.glob(".*")] == [".model_best.pth"], "it is not of this example"
