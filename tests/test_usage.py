@@ -304,7 +304,7 @@ def with_first(convert):
 @pytest.mark.parametrize("how, problem", [
     (lambda state: {f"module.{name}": state[name] for name in state}, "first entry is module.conv1.weight"),
     (lambda state: {**state, "epoch": torch.tensor(4)}, "epoch is (), torch.int64, torch.strided, not absent"),
-    (lambda state: {name: state[name] for name in state if "num_batches" not in name}, "bn1.num_batches_tracked is absent"),
+    (lambda state: {key: state[key] for key in state if "num_batches" not in key}, "bn1.num_batches_tracked is absent"),
     (lambda state: resnet34(num_classes=10).state_dict(), "layer1.2.conv1.weight is (64, 64, 3, 3)"),
     (lambda state: resnet18(num_classes=100).state_dict(), "fc.weight is (100, 512)"),
     (with_first(torch.Tensor.int), "conv1.weight is (64, 3, 7, 7), torch.int32"),
@@ -331,7 +331,8 @@ def with_state(index: int, **values):
 @pytest.mark.parametrize("part, how, problem", [
     ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
     ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
-    ("optimizer", with_state(1, exp_avg=torch.zeros(3)), "exp_avg of parameter 1 is (3,), floating, torch.strided, not (64,)"),
+    ("optimizer", with_state(1, exp_avg=torch.zeros(3)),
+     "exp_avg of parameter 1 is (3,), floating, torch.strided, not (64,)"),
     ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
     ("optimizer", with_state(61, exp_avg_sq=torch.full((10,), torch.inf)), "exp_avg_sq of parameter 61 is not finite"),
     ("lr_scheduler", lambda _: {"a": 1}, "is not the MultiStepLR state of epoch 4"),
