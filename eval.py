@@ -3,8 +3,8 @@
     python eval.py -c ./ckpt-fp32 -e 80        # the checkpoint of epoch 80
     python eval.py -c ./ckpt-fp32 -e latest    # the newest one
 
-It needs torch, torchvision and CIFAR-10 in $DATA (default ./data; downloaded if it is not there), and writes nothing into
-the checkpoint folder. The file also defines what training and evaluation must agree on.
+It needs torch, torchvision and CIFAR-10 in $DATA (default ./data; downloaded if it is not there). It only reads the
+checkpoint folder. The file also defines what training and evaluation must agree on.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import socket
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -174,7 +175,7 @@ def require_epoch(epoch: int | str, folder: Path, parts: tuple[str, ...] = ("mod
 
 
 def read_file(path: Path) -> dict:
-    """Read a checkpoint file, running none of the code that a pickle may carry. UserError if it does not hold a dict."""
+    """Read a checkpoint file, running none of the code that a pickle may carry. UserError unless it holds a dict."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict):
@@ -214,7 +215,8 @@ def check_optimizer(path: Path) -> None:
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # something else, or some of it is missing
         complete = False
     if not complete:
-        raise UserError(f"{path} does not hold Adam's state of all {len(params)} parameters of ResNet-18")
+        what = f"Adam's state of all {len(params)} parameters of ResNet-18, or what is in grad_scaler is no number"
+        raise UserError(f"{path} does not hold {what}")
     expected = {f"{name} of parameter {i}": params[i] for i in params for name in moments}
     check_tensors(path, "Adam's state of ResNet-18", found, expected)
 
@@ -286,7 +288,7 @@ def epoch_or_latest(text: str) -> int | str:
     return text if text == "latest" else int(text)
 
 
-def raise_user_error(message: str) -> None:
+def raise_user_error(message: str) -> NoReturn:
     """For `parser.error`: argparse itself would print its usage too, in every process."""
     raise UserError(message)
 

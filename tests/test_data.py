@@ -1,6 +1,7 @@
 """The data: augmentation against torchvision's per-image transforms, order and draws, the synthetic set, counting."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,8 @@ def test_count_correct_is_exact():
         answers = torch.cat([model(to_float(batch)).argmax(dim=1) for batch in images.split(617)])
     labels = torch.where(torch.arange(1234) < 234, (answers + 1) % 10, answers)
     assert count_correct(model.state_dict(), images, labels, torch.device("cpu")) == 1000
+    model.fc.bias.data[3] = torch.inf
+    assert math.isnan(count_correct(model.state_dict(), images, labels, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

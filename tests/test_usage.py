@@ -255,6 +255,17 @@ def test_start_before_later_epochs_says_so(checkpoint, capsys, epoch, later):
     assert capsys.readouterr().out == f"{checkpoint} holds later {later}: -r latest would resume from 4\n"
 
 
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_outputs_that_are_not_finite(checkpoint, script):
+    """Though each weight is: an accuracy would say nothing."""
+    change(checkpoint / "model_4.pth", lambda state: {**state, "fc.weight": torch.full((10, 512), 1e38)})
+    arguments = ["-r", 4, "-n", 4, "-i", 0] if script == "train.py" else ["-e", 4]
+    result = run(1, "-c", checkpoint, "--synthetic", *arguments, script=script)
+    assert result.returncodes == [2]
+    line = f"{script}: error: the model's outputs are not finite: its file is damaged, or of a run that diverged"
+    assert result.output.splitlines()[-1] == line and "Accuracy" not in result.output
+
+
 def test_eval_only_reads_the_folder(checkpoint):
     """Even what an interrupted save has left stays as it is."""
     for name in ("optimizer_5.pth", ".model_5.pth"):
@@ -331,6 +342,8 @@ def with_state(index: int, **values):
 @pytest.mark.parametrize("part, how, problem", [
     ("optimizer", lambda _: torch.optim.SGD(build_model().parameters()).state_dict(), "does not hold Adam's state"),
     ("optimizer", lambda state: state["state"].pop(61) and state, "does not hold Adam's state of all 62 parameters"),
+    ("optimizer", lambda state: {**state, "grad_scaler": {"scale": "high"}}, "or what is in grad_scaler is no number"),
+    ("optimizer", lambda state: {**state, "grad_scaler": [32.0]}, "or what is in grad_scaler is no number"),
     ("optimizer", with_state(1, exp_avg=torch.zeros(3)),
      "exp_avg of parameter 1 is (3,), floating, torch.strided, not (64,)"),
     ("optimizer", with_state(1, exp_avg=torch.full((64,), torch.nan)), "exp_avg of parameter 1 is not finite"),
