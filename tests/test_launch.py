@@ -145,7 +145,8 @@ def test_job_has_no_other_processes():
     job.wait_for("2 process(es)")
     ranks = children(job.processes[0].pid)
     assert len(ranks) == 2 and not any(map(children, ranks))
-    job.kill()
+    job.kill(signal.SIGTERM)  # which torchrun passes on
+    job.wait()
 
 
 @pytest.mark.parametrize("launcher, sent", [("torchrun", signal.SIGINT), ("colossalai", signal.SIGTERM)])
